@@ -1,0 +1,244 @@
+"""What a step reports, and where it goes: `metrics.jsonl` is the truth, SwanLab mirrors it.
+
+The field paths of `StepMetrics` are the logged keys (`reward/accuracy`, `gspo/loss`, ...), the chapter's names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from tqdm import tqdm
+
+from data import write_whole
+from policy import UpdateResult
+from rollout import Group
+
+SwanlabMode = Literal["online", "local", "offline", "disabled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardMetrics:
+    """Of all completions of the step."""
+
+    accuracy: float
+    format_rate: float
+    degenerate_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictMetrics:
+    """How many completions got each verdict."""
+
+    correct: int
+    wrong: int
+    no_box: int
+    unclosed: int
+    unparsed: int
+    timeout: int
+    crash: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMetrics:
+    """Means over all completions of the step, in tokens."""
+
+    completion_tokens: float
+    prompt_tokens: float
+    truncated_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GspoMetrics:
+    """The update; None where every group was degenerate and nothing was trained."""
+
+    loss: float | None
+    seq_ratio_mean: float | None
+    sequence_clip_fraction: float | None
+    token_clip_fraction: float | None
+    grad_norm: float | None
+    gap_mean: float | None
+    entropy: float | None
+    train_sequences: int
+    normalization_sequences: int
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeMetrics:
+    """Where the step's seconds went."""
+
+    sync_seconds: float
+    rollout_seconds: float
+    update_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One line of metrics.jsonl."""
+
+    step: int
+    reward: RewardMetrics
+    verdict: VerdictMetrics
+    rollout: RolloutMetrics
+    gspo: GspoMetrics
+    time: TimeMetrics
+
+    def flat(self) -> dict[str, Any]:
+        """Return the logged form: `reward/accuracy`, `gspo/loss`, ..."""
+        flat: dict[str, Any] = {"step": self.step}
+        for name, values in asdict(self).items():
+            if isinstance(values, dict):
+                flat |= {f"{name}/{key}": value for key, value in values.items()}
+        return flat
+
+    def summary(self) -> str:
+        """Return the step in one line for the terminal."""
+        gspo = self.gspo
+        update = (
+            f"loss {gspo.loss:+.2e}  clipped {gspo.sequence_clip_fraction:6.2%}"
+            if gspo.loss is not None
+            else "skipped: every group was degenerate"
+        )
+        return (
+            f"step {self.step:4d}  reward {self.reward.accuracy:6.2%}  format {self.reward.format_rate:7.2%}  "
+            f"tokens {self.rollout.completion_tokens:7.1f}  {update}  {self.time.step_seconds:5.1f} s"
+        )
+
+
+def step_metrics(
+    step: int, groups: Sequence[Group], update: UpdateResult | None, time_metrics: TimeMetrics
+) -> StepMetrics:
+    """Return what a step reports; `update` is None when every group was degenerate."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    verdicts = Counter(rollout.score.verdict for rollout in rollouts)
+    count = len(rollouts)
+    return StepMetrics(
+        step=step,
+        reward=RewardMetrics(
+            accuracy=sum(r.score.reward for r in rollouts) / count,
+            format_rate=sum(r.score.formatted for r in rollouts) / count,
+            degenerate_groups=sum(group.degenerate for group in groups),
+        ),
+        verdict=VerdictMetrics(**{f.name: verdicts[f.name] for f in fields(VerdictMetrics)}),  # pyright: ignore[reportArgumentType]
+        rollout=RolloutMetrics(
+            completion_tokens=sum(len(r.completion.token_ids) for r in rollouts) / count,
+            prompt_tokens=sum(len(group.prompt_ids) for group in groups) / len(groups),
+            truncated_fraction=sum(r.completion.finish_reason == "length" for r in rollouts) / count,
+        ),
+        gspo=GspoMetrics(
+            loss=update and update.loss,
+            seq_ratio_mean=update and update.seq_ratio_mean,
+            sequence_clip_fraction=update and update.sequence_clip_fraction,
+            token_clip_fraction=update and update.token_clip_fraction,
+            grad_norm=update and update.grad_norm,
+            gap_mean=update and update.gap_mean,
+            entropy=update and update.entropy,
+            train_sequences=update.train_sequences if update else 0,
+            normalization_sequences=count,
+            skipped=update is None,
+        ),
+        time=time_metrics,
+    )
+
+
+class MetricsLog:
+    """Appends each step to `metrics.jsonl` and mirrors it to SwanLab; a context manager.
+
+    The mirror is best effort: without a login or a network the run carries on offline, with one line of notice.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        after_step: int,
+        mode: SwanlabMode,
+        swanlab_id: str | None,
+        config: dict[str, Any],
+    ) -> None:
+        """Open the log of a run.
+
+        Args:
+            folder: the run's folder.
+            after_step: lines of later steps are dropped; the resumed run writes them again.
+            mode: where SwanLab writes.
+            swanlab_id: the SwanLab run to continue, or None for a new one.
+            config: settings shown beside the curves.
+        """
+        self._path = folder / "metrics.jsonl"
+        self._file: IO[str] | None = None
+        self._keep_until(after_step)
+        self._swanlab = _start_swanlab(folder, mode, swanlab_id, config)
+
+    def __enter__(self) -> MetricsLog:
+        """Open the file for appending."""
+        self._file = self._path.open("a")
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        """Close the file, and SwanLab as finished, interrupted or crashed."""
+        if self._file:
+            self._file.close()
+        if self._swanlab:
+            interrupted = exc_type is not None and not issubclass(exc_type, Exception)
+            state = "success" if exc_type is None else "aborted" if interrupted else "crashed"
+            self._mirror(lambda run: run.finish(state))
+
+    @property
+    def swanlab_id(self) -> str | None:
+        """The id under which SwanLab can continue this run."""
+        return self._swanlab.id if self._swanlab else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step and show its summary line."""
+        assert self._file, "the log is not open"
+        flat = metrics.flat()
+        self._file.write(json.dumps(flat) + "\n")
+        self._file.flush()
+        numbers = {key: value for key, value in flat.items() if key != "step" and value is not None}
+        self._mirror(lambda run: run.log(numbers, step=metrics.step))
+        tqdm.write(metrics.summary())
+
+    def _mirror(self, action: Callable[[Any], object]) -> None:
+        if self._swanlab:
+            try:
+                action(self._swanlab)
+            except Exception as error:  # a tracker's fault must not cost the run
+                self._swanlab = None
+                tqdm.write(f"SwanLab stopped ({error}); {self._path} goes on")
+
+    def _keep_until(self, step: int) -> None:
+        kept = []
+        for line in self._path.read_text().split("\n") if self._path.exists() else []:
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except ValueError:  # the half-written last line of a killed run, or the end of the file
+                break
+        write_whole(self._path, "".join(kept))
+
+
+def _start_swanlab(folder: Path, mode: SwanlabMode, swanlab_id: str | None, config: dict[str, Any]) -> Any:
+    if mode == "disabled":
+        return None
+    try:
+        import swanlab
+    except ImportError:
+        tqdm.write("SwanLab is not installed; metrics.jsonl has everything")
+        return None
+    options = {"project": "gspo", "name": folder.name, "config": config, "log_dir": str(folder / "swanlog")}
+    if mode == "online":
+        try:
+            if swanlab_id is None:
+                return swanlab.init(mode="online", **options)
+            return swanlab.init(mode="online", id=swanlab_id, resume="allow", **options)
+        except Exception as error:  # no login, no network, a server's fault: none may cost the run
+            tqdm.write(f"SwanLab is not reachable ({error}); it records offline, `swanlab sync` uploads later")
+            mode = "offline"
+    return swanlab.init(mode=mode, **options)

@@ -1,0 +1,335 @@
+"""The model that learns: LoRA, token log-probabilities, micro-batches, optimizer, adapter on disk.
+
+What a reader could get wrong: sequences are padded on the right and no attention mask is passed, because every
+layer looks only to the left, so a real token never sees padding (padding on the left would run through the
+recurrent state of the gated-delta-net layers). The base is frozen in bfloat16 and never written to; the
+adapter is float32.
+
+Letters: B sequences, L padded length. Column t of a [B, L-1] tensor speaks of token t + 1.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loss import LossConfig, gspo_loss
+from rollout import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """The base model, its adapter and the optimizer; the defaults are the reported run's where it names them."""
+
+    base_model: str = "Qwen/Qwen3.5-4B"
+    """A model on the Hugging Face hub or a local folder."""
+    revision: str | None = None
+    """Commit of the base model on the hub."""
+    lora_rank: int = 32
+    lora_alpha: int = 32
+    learning_rate: float = 4e-5
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    micro_batch_tokens: int = 16384
+    """Tokens, padding included, that go through the model at one time; a longer sequence goes alone."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: a third more time for a fraction of the memory."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot train."""
+        for name in ("lora_rank", "lora_alpha", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("learning_rate", "adam_epsilon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences that go through the model together, padded on the right."""
+
+    input_ids: Tensor  # [B, L]
+    completion_mask: Tensor  # [B, L-1] bool: the token that this column predicts is the completion's
+    sampling_logprobs: Tensor  # [B, L-1] nats, 0 outside the completion
+    advantages: Tensor  # [B]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequence:
+    token_ids: list[int]
+    sampling_logprobs: list[float]  # of the last len(sampling_logprobs) tokens
+    advantage: float
+
+
+def _training_sequences(groups: Sequence[Group]) -> list[_Sequence]:
+    return [
+        _Sequence(
+            token_ids=group.prompt_ids + rollout.completion.token_ids,
+            sampling_logprobs=rollout.completion.logprobs,
+            advantage=rollout.advantage,
+        )
+        for group in groups
+        if not group.degenerate
+        for rollout in group.rollouts
+    ]
+
+
+def micro_batches(groups: Sequence[Group], *, max_tokens: int) -> Iterator[Batch]:
+    """Yield the non-degenerate groups' sequences, longest first, at most `max_tokens` with padding at a time."""
+    sequences = sorted(_training_sequences(groups), key=lambda s: len(s.token_ids), reverse=True)
+    while sequences:
+        count = max(1, max_tokens // len(sequences[0].token_ids))
+        yield _collate(sequences[:count])
+        sequences = sequences[count:]
+
+
+def _collate(sequences: Sequence[_Sequence]) -> Batch:
+    import torch
+
+    length = max(len(sequence.token_ids) for sequence in sequences)
+    input_ids = torch.zeros(len(sequences), length, dtype=torch.long)
+    completion_mask = torch.zeros(len(sequences), length - 1, dtype=torch.bool)
+    sampling_logprobs = torch.zeros(len(sequences), length - 1)
+    for row, sequence in enumerate(sequences):
+        end = len(sequence.token_ids)
+        completion = slice(end - len(sequence.sampling_logprobs) - 1, end - 1)
+        input_ids[row, :end] = torch.tensor(sequence.token_ids)
+        completion_mask[row, completion] = True
+        sampling_logprobs[row, completion] = torch.tensor(sequence.sampling_logprobs)
+    return Batch(
+        input_ids=input_ids,
+        completion_mask=completion_mask,
+        sampling_logprobs=sampling_logprobs,
+        advantages=torch.tensor([sequence.advantage for sequence in sequences]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What one optimizer step saw; the fractions and means are over the training sequences."""
+
+    loss: float
+    seq_ratio_mean: float
+    sequence_clip_fraction: float
+    token_clip_fraction: float
+    gap_mean: float
+    """Mean |policy logprob - sampling logprob| of a completion token, in nats."""
+    grad_norm: float
+    entropy: float
+    """Mean entropy of the policy at a completion token, in nats."""
+    train_sequences: int
+
+
+class Policy:
+    """A frozen base model with a LoRA adapter, and the Adam optimizer that moves the adapter."""
+
+    def __init__(self, config: PolicyConfig, *, seed: int, temperature: float = 1.0) -> None:
+        """Load the base model in bfloat16 and lay a fresh adapter (B = 0) over every linear layer but the head.
+
+        Args:
+            config: model, adapter, optimizer.
+            seed: of the adapter's initial A.
+            temperature: the sampler's; log-probabilities are of the distribution that was sampled from.
+        """
+        import torch
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.config = config
+        self.temperature = temperature
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        checkpoint = AutoConfig.from_pretrained(config.base_model, revision=config.revision)
+        # A vision-and-text checkpoint is trained as its text half, but served whole: other module names.
+        wrapped = checkpoint.get_text_config() is not checkpoint
+        self._served_prefix = "base_model.model." + ("model.language_model." if wrapped else "model.")
+        base: Any = AutoModelForCausalLM.from_pretrained(
+            config.base_model, revision=config.revision, dtype=torch.bfloat16
+        )
+        base.to(self.device)
+        base.requires_grad_(False)
+        head = base.get_output_embeddings()
+        if getattr(head, "bias", None) is not None or getattr(base.config, "final_logit_softcapping", None):
+            raise ValueError(f"{config.base_model} has a head with a bias or soft-capping, which is not supported")
+        if config.gradient_checkpointing:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+        targets = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in base.named_modules()
+                if isinstance(module, torch.nn.Linear) and module is not head
+            }
+        )
+        torch.manual_seed(seed)
+        self.model: Any = get_peft_model(
+            base, LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
+        )
+        self.model.train()
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.Adam(
+            self.parameters.values(),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.adam_epsilon,
+        )
+        self._checked_gradients = False
+
+    def coverage(self) -> str:
+        """Return which modules the adapter covers, in one line."""
+        counts = Counter(
+            name.split(".lora_B.")[0].rpartition(".")[2] for name in self.parameters if ".lora_B." in name
+        )
+        covered = ", ".join(f"{name} x{count}" for name, count in sorted(counts.items()))
+        return f"LoRA rank {self.config.lora_rank} on {sum(counts.values())} modules: {covered}"
+
+    def token_logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return each token's log-probability and the entropy at its position, both [B, L-1] nats.
+
+        Outside the completions both are 0. Only completion positions go through the head.
+        """
+        from logprobs import head_logprobs
+
+        base = self.model.get_base_model()
+        input_ids, mask = batch.input_ids.to(self.device), batch.completion_mask.to(self.device)
+        hidden = base.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, L, H]
+        logprobs, entropies = head_logprobs(
+            hidden[:, :-1][mask],
+            base.get_output_embeddings().weight,
+            input_ids[:, 1:][mask],
+            temperature=self.temperature,
+        )
+        blank = logprobs.new_zeros(mask.shape)
+        return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropies)
+
+    def update(self, groups: Sequence[Group], config: LossConfig) -> UpdateResult | None:
+        """Take one optimizer step on the groups; None, and nothing changed, when all are degenerate.
+
+        Raises:
+            FloatingPointError: the loss or a gradient is not finite; the weights are as before.
+            RuntimeError: an adapter module received no gradient in the first step.
+        """
+        import torch
+
+        num_sequences = sum(len(group.rollouts) for group in groups)
+        self.optimizer.zero_grad()
+        losses, ratios, clipped, lengths, gaps, entropies = [], [], [], [], [], []
+        for batch in micro_batches(groups, max_tokens=self.config.micro_batch_tokens):
+            mask = batch.completion_mask.to(self.device)
+            sampling_logprobs = batch.sampling_logprobs.to(self.device)
+            policy_logprobs, entropy = self.token_logprobs(batch)
+            output = gspo_loss(
+                policy_logprobs,
+                sampling_logprobs,
+                mask,
+                batch.advantages.to(self.device),
+                num_sequences=num_sequences,
+                config=config,
+            )
+            output.loss.backward()
+            losses.append(output.loss.detach())
+            ratios.append(output.ratios)
+            clipped.append(output.clipped)
+            lengths.append(mask.sum(-1))
+            gaps.append((policy_logprobs.detach() - sampling_logprobs).abs()[mask])
+            entropies.append(entropy[mask])
+        if not losses:
+            return None
+        loss = float(torch.stack(losses).sum())
+        grad_norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.parameters.values()))
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            self.optimizer.zero_grad()
+            raise FloatingPointError(f"the loss is {loss} and the gradient's norm {grad_norm}")
+        is_clipped, tokens = torch.cat(clipped), torch.cat(lengths)
+        if not self._checked_gradients and not is_clipped.all():
+            self._check_gradients()
+        self.optimizer.step()
+        return UpdateResult(
+            loss=loss,
+            seq_ratio_mean=float(torch.cat(ratios).mean()),
+            sequence_clip_fraction=float(is_clipped.float().mean()),
+            token_clip_fraction=float(tokens[is_clipped].sum() / tokens.sum()),
+            gap_mean=float(torch.cat(gaps).mean()),
+            grad_norm=grad_norm,
+            entropy=float(torch.cat(entropies).mean()),
+            train_sequences=len(is_clipped),
+        )
+
+    def _check_gradients(self) -> None:
+        dead = [
+            name.replace(".default.weight", "").removeprefix("base_model.model.")
+            for name, parameter in self.parameters.items()
+            if ".lora_B." in name and not parameter.grad.count_nonzero()
+        ]
+        if dead:
+            raise RuntimeError(
+                f"{len(dead)} adapter modules received no gradient in the first step and would never learn: "
+                f"{', '.join(dead[:5])}{', ...' if len(dead) > 5 else ''}"
+            )
+        self._checked_gradients = True
+
+    def save(self, folder: Path) -> None:
+        """Write everything that learns into `folder`: the adapter twice, and the optimizer.
+
+        `adapter_model.safetensors` has PEFT's module names, `vllm/adapter_model.safetensors` those of the
+        sampler's architecture, `optimizer.safetensors` Adam's moments and step counts.
+        """
+        from safetensors.torch import save_file
+
+        self.save_adapter(folder)
+        moments = {
+            f"{name}.{key}": value.cpu()
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+        save_file(moments, folder / "optimizer.safetensors")
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter in PEFT's format to `folder` and, with the sampler's names, to `folder`/vllm."""
+        from safetensors.torch import load_file, save_file
+
+        self.model.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        served = folder / "vllm"
+        served.mkdir(exist_ok=True)
+        weights = load_file(folder / "adapter_model.safetensors")
+        save_file(
+            {name.replace("base_model.model.model.", self._served_prefix, 1): w for name, w in weights.items()},
+            served / "adapter_model.safetensors",
+        )
+        shutil.copy(folder / "adapter_config.json", served)
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote; ValueError when the adapter has other modules or shapes."""
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        weights = load_file(folder / "adapter_model.safetensors")
+        shapes = {name: tuple(w.shape) for name, w in weights.items()}
+        expected = {name.replace(".default", ""): tuple(p.shape) for name, p in self.parameters.items()}
+        if shapes != expected:
+            raise ValueError(
+                f"the adapter in {folder} has other modules or another rank than this run "
+                f"({len(shapes)} tensors against {len(expected)}, lora_rank {self.config.lora_rank})"
+            )
+        set_peft_model_state_dict(self.model, weights)
+        moments = load_file(folder / "optimizer.safetensors")
+        for name, parameter in self.parameters.items():
+            state = {
+                key: moments[f"{name}.{key}"].to(parameter.device if key != "step" else "cpu")
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"{name}.{key}" in moments
+            }
+            if state:
+                self.optimizer.state[parameter] = state

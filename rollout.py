@@ -1,0 +1,432 @@
+"""Problems in, scored groups of completions with advantages out; vLLM lives here, behind one callable.
+
+What a reader could get wrong: `logprobs` of a completion are of the distribution that was sampled from
+(temperature applied), the end token is one of its tokens, and vLLM accepts an adapter that matches none of
+its modules without a word, so `Sampler.load_adapter` counts.
+
+Letters: P prompt tokens, T completion tokens, G completions in a group.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from data import Problem
+from reward import Grader, Score
+
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How completions are drawn; the defaults are the reported run's."""
+
+    group_size: int = 8
+    """Completions per prompt."""
+    max_prompt_tokens: int = 2048
+    """Questions with a longer prompt are left out when the data is loaded."""
+    max_tokens: int = 4096
+    """Longest completion, the end token included."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+    def __post_init__(self) -> None:
+        """Refuse values that no engine can sample with."""
+        for name in ("group_size", "max_prompt_tokens", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.temperature <= 10:
+            raise ValueError(f"temperature is {self.temperature}; it must be above 0 and at most 10")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be -1 (off) or at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer."""
+
+    token_ids: list[int]  # [T], with the end token when finish_reason is "stop"
+    logprobs: list[float]  # [T] nats, under the sampler's distribution
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+    def __post_init__(self) -> None:
+        """Check once, where completions enter, that every token has a finite logprob."""
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} tokens came with {len(self.logprobs)} logprobs")
+        if not all(map(math.isfinite, self.logprobs)):
+            raise ValueError("the sampler returned a logprob that is not finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A completion with its score and its advantage within the group."""
+
+    completion: Completion
+    score: Score
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All completions of one problem in one step."""
+
+    problem: Problem
+    prompt_ids: list[int]  # [P]
+    rollouts: list[Rollout]  # [G]
+    policy_version: int
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether all rewards agree, so that the group teaches nothing."""
+        return all(rollout.advantage == 0 for rollout in self.rollouts)
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """Return (r - mean) / (sample standard deviation + 1e-8) of each reward; all 0 when rewards agree.
+
+    GSPO paper, arXiv:2507.18071, equation 6; the sample (n - 1) form is the chapter's.
+    """
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+    return [(reward - mean) / (deviation + 1e-8) for reward in rewards]
+
+
+def sampling_seed(*parts: object) -> int:
+    """Return a 63-bit seed that depends on every part and on nothing else."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def model_folder(base_model: str, revision: str | None = None) -> Path:
+    """Return the local folder of a model, downloading it from the hub if need be.
+
+    ValueError, in one sentence, when it is neither a model folder nor to be had from the hub.
+    """
+    folder = Path(base_model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{base_model} is a folder without a config.json, so it holds no model")
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.jinja", "*.txt", "*.safetensors"]
+        return Path(snapshot_download(base_model, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # many kinds: bad name, no such model, gated, no network
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"the model {base_model} is neither a folder here nor to be had from the Hugging Face hub ({reason}); "
+            "give --base-model a folder, or download it where there is a network"
+        ) from error
+
+
+def load_tokenizer(base_model: str, revision: str | None = None) -> Any:
+    """Return the model's own tokenizer; ValueError when it has no chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model, revision=revision)
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {base_model} has no chat template; use an instruction-tuned model")
+    return tokenizer
+
+
+def encode_prompt(tokenizer: Any, question: str) -> list[int]:
+    """Return the token ids [P] of a question as the chapter asks it, ready for the model to answer."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"{question}\n\n{INSTRUCTION}"}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def fitting_problems(problems: Sequence[Problem], tokenizer: Any, max_prompt_tokens: int) -> list[Problem]:
+    """Return the problems whose prompt fits; ValueError when none does."""
+    fitting = [p for p in problems if len(encode_prompt(tokenizer, p.question)) <= max_prompt_tokens]
+    if not fitting:
+        raise ValueError(f"no question fits into max_prompt_tokens = {max_prompt_tokens}; raise it")
+    return fitting
+
+
+Sample = Callable[
+    [Sequence[list[int]], SamplingConfig, Sequence[Sequence[int]]], Iterable[tuple[int, list[Completion]]]
+]
+"""(prompts, config, seeds) -> (prompt index, its completions), in any order; `Sampler.stream` is the real one."""
+
+
+def collect_groups(
+    sample: Sample,
+    grader: Grader,
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    config: SamplingConfig,
+    *,
+    seed: int,
+    step: int,
+    policy_version: int,
+) -> list[Group]:
+    """Sample and grade one group for each problem, in the problems' order.
+
+    Each (seed, step, group, sample) has a sampling seed of its own. A group is graded while others are still
+    being sampled.
+    """
+    prompts = [encode_prompt(tokenizer, problem.question) for problem in problems]
+    seeds = [
+        [sampling_seed(seed, "train", step, group, member) for member in range(config.group_size)]
+        for group in range(len(problems))
+    ]
+    groups: dict[int, Group] = {}
+    for index, completions in sample(prompts, config, seeds):
+        problem = problems[index]
+        scores = grader.score_many([(completion.text, problem.answer) for completion in completions])
+        advantages = group_advantages([score.reward for score in scores])
+        groups[index] = Group(
+            problem=problem,
+            prompt_ids=prompts[index],
+            rollouts=[
+                Rollout(completion=completion, score=score, advantage=advantage)
+                for completion, score, advantage in zip(completions, scores, advantages, strict=True)
+            ],
+            policy_version=policy_version,
+        )
+    return [groups[index] for index in range(len(problems))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerConfig:
+    """What the engine is started with."""
+
+    base_model: str
+    revision: str | None = None
+    lora_rank: int | None = None
+    """None starts an engine without adapters."""
+    max_model_len: int
+    """Longest prompt and completion together, in tokens."""
+    max_num_seqs: int = 64
+    """Completions decoded at once."""
+    memory_fraction: float = 0.4
+    """Share of the GPU's memory that vLLM may take; ignored on a CPU."""
+
+
+class Sampler:
+    """A vLLM engine that lives in this process for a whole run, with at most one adapter.
+
+    A context manager. Prefix caching is off: with LoRA it can reuse the states of an earlier adapter, and on
+    gated-delta-net layers it hardly ever hits.
+    """
+
+    def __init__(self, config: SamplerConfig) -> None:
+        """Start the engine: seconds on a CPU, a minute or two for a 4 B model on a GPU."""
+        import torch
+
+        on_gpu = torch.cuda.is_available()
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: starts ten times as fast, dies with us
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        if not on_gpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ValueError(f"vLLM cannot be imported ({error}); run `make gpu` or `make cpu` first") from error
+
+        self._llm: LLM | None = LLM(
+            model=config.base_model,
+            revision=config.revision,
+            tokenizer_revision=config.revision,
+            dtype="bfloat16",
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            gpu_memory_utilization=config.memory_fraction if on_gpu else 0.9,
+            enable_lora=config.lora_rank is not None,
+            max_lora_rank=_vllm_rank(config.lora_rank or 1),
+            max_loras=1,
+            logprobs_mode="processed_logprobs",  # the default ignores the temperature
+            enable_prefix_caching=False,
+            enable_sleep_mode=on_gpu,
+            enforce_eager=not on_gpu,
+            language_model_only=True,
+            skip_mm_profiling=True,
+            disable_log_stats=False,  # the progress bar reads the engine's token counter
+            use_tqdm_on_load=False,
+            seed=0,  # unused: every request brings its own
+        )
+        self._tokenizer = self._llm.get_tokenizer()
+        self._adapter: Any = None
+
+    def __enter__(self) -> Sampler:
+        """Return the running sampler."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Stop the engine and free its memory."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._llm = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    @property
+    def engine(self) -> Any:
+        """The vLLM `LLM`; RuntimeError once the sampler is closed."""
+        if self._llm is None:
+            raise RuntimeError("the sampler is closed")
+        return self._llm
+
+    def stream(
+        self, prompts: Sequence[list[int]], config: SamplingConfig, seeds: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (prompt index, its completions in the order of its seeds) as soon as all of them have ended.
+
+        Args:
+            prompts: token ids, one list a prompt.
+            config: temperature, lengths and cut-offs; `group_size` is not read, the seeds count.
+            seeds: one row a prompt, one seed a completion.
+        """
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self.engine.llm_engine
+        for index, (prompt, row) in enumerate(zip(prompts, seeds, strict=True)):
+            for member, seed in enumerate(row):
+                params = SamplingParams(
+                    seed=seed,
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                    top_k=config.top_k,
+                    max_tokens=config.max_tokens,
+                    logprobs=0,  # of the sampled token alone
+                    flat_logprobs=True,
+                    detokenize=False,  # decoded once, below
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                engine.add_request(
+                    f"{index}/{member}",
+                    TokensPrompt(prompt_token_ids=prompt),
+                    params,
+                    lora_request=self._adapter,
+                )
+        waiting = {index: len(row) for index, row in enumerate(seeds)}
+        done: dict[int, dict[int, Completion]] = {index: {} for index in waiting}
+        try:
+            with _RolloutBar(self.engine, total=sum(waiting.values())) as bar:
+                while engine.has_unfinished_requests():
+                    outputs = engine.step()
+                    bar.update(len(outputs))
+                    for output in outputs:
+                        index, member = map(int, output.request_id.split("/"))
+                        done[index][member] = self._completion(output.outputs[0])
+                        if len(done[index]) == waiting[index]:
+                            yield index, [done[index][member] for member in range(waiting[index])]
+        finally:
+            if engine.has_unfinished_requests():  # the caller stopped early
+                engine.abort_request([f"{i}/{m}" for i, n in waiting.items() for m in range(n) if m not in done[i]])
+
+    def load_adapter(self, path: str | Path, *, version: int) -> int:
+        """Sample from the adapter in `path` from now on, and return how many modules of the engine it reached.
+
+        Args:
+            path: a folder in PEFT's format with vLLM's module names (`policy.save_adapter` writes one).
+            version: names the adapter in the engine, so that no version is mistaken for another.
+
+        Raises:
+            RuntimeError: the engine matched fewer modules than the folder holds.
+        """
+        from safetensors import safe_open
+        from vllm.lora.request import LoRARequest
+
+        self.unload_adapter()
+        request = LoRARequest(f"policy-{version}", version + 1, str(path))
+        self.engine.llm_engine.add_lora(request)
+        with safe_open(Path(path, "adapter_model.safetensors"), framework="pt") as tensors:
+            sent = sum(name.endswith(".lora_B.weight") for name in tensors.keys())  # noqa: SIM118
+        (matched,) = self.engine.collective_rpc(_count_matched_modules, args=(request.lora_int_id,))
+        if matched != sent:
+            raise RuntimeError(
+                f"the sampler matched {matched} of the {sent} modules of adapter {path}; the others would be "
+                "sampled from the base model. The module names do not fit the sampler's architecture."
+            )
+        self._adapter = request
+        return matched
+
+    def unload_adapter(self) -> None:
+        """Sample from the base model from now on."""
+        if self._adapter is not None:
+            self.engine.llm_engine.remove_lora(self._adapter.lora_int_id)
+            self._adapter = None
+
+    def sleep(self) -> None:
+        """Hand the GPU's memory over: weights go to the host, the KV cache is dropped. No effect on a CPU."""
+        if self.engine.llm_engine.model_config.enable_sleep_mode:
+            self.engine.sleep(level=1)
+
+    def wake(self) -> None:
+        """Take the memory back; the adapter has to be loaded again. No effect on a CPU."""
+        if self.engine.llm_engine.model_config.enable_sleep_mode:
+            self.engine.wake_up()
+
+    def _completion(self, output: Any) -> Completion:
+        token_ids = list(output.token_ids)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=list(output.logprobs.logprobs),
+            text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
+            finish_reason=output.finish_reason,
+        )
+
+
+class _RolloutBar(tqdm):
+    """Completions done, and the tokens a second of all that are under way, from the engine's own counter."""
+
+    def __init__(self, engine: Any, *, total: int) -> None:
+        self._engine = engine
+        self._tokens_before = self._tokens()
+        options = {"leave": False, "dynamic_ncols": True, "mininterval": 0.5, "miniters": 0}
+        super().__init__(total=total, desc="rollout", unit="completion", **options)
+
+    def _tokens(self) -> int:
+        return sum(m.value for m in self._engine.get_metrics() if m.name == "vllm:generation_tokens")
+
+    def refresh(self, *args: Any, **kwargs: Any) -> bool | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if elapsed := self.format_dict["elapsed"]:
+            tokens = self._tokens() - self._tokens_before
+            self.set_postfix_str(f"{tokens / elapsed:,.0f} tokens/s", refresh=False)
+        return super().refresh(*args, **kwargs)
+
+
+def _vllm_rank(rank: int) -> int:
+    """Return the smallest maximal rank that vLLM offers for an adapter of this rank."""
+    offered = [1, 8, 16, 32, 64, 128, 256, 320, 512]
+    fitting = [size for size in offered if size >= rank]
+    if not fitting:
+        raise ValueError(f"lora_rank is {rank}; vLLM serves at most {offered[-1]}")
+    return fitting[0]
+
+
+def _count_matched_modules(worker: Any, adapter_id: int) -> int:
+    """Count, inside vLLM's worker, the adapter's modules that found a layer (a packed layer counts its parts)."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    adapter = manager.get_adapter(adapter_id)
+    matched = 0
+    for name in manager.modules:
+        weights = manager._get_lora_layer_weights(adapter, name)
+        if weights is not None:
+            parts = weights.lora_b if isinstance(weights.lora_b, list) else [weights.lora_b]
+            matched += sum(part is not None for part in parts)
+    return matched

@@ -1,0 +1,70 @@
+"""What every test shares: a tiny base model built once a session, and completions made by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import Problem, write_problems
+from reward import Score
+from rollout import Completion, Group, Rollout, group_advantages
+from tiny import build_base, sums
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory) -> Path:
+    """Return the folder of a tiny text-only Qwen3.5, taught for a few steps."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    build_base(folder, seed=0, steps=30)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_base(tmp_path_factory) -> Path:
+    """Return the folder of the same kind of model as a vision-and-text checkpoint."""
+    folder = tmp_path_factory.mktemp("models") / "vision-base"
+    build_base(folder, seed=0, steps=30, vision=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_problems(tmp_path_factory) -> Path:
+    """Return a file of small sums."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    write_problems(path, sums(seed=0))
+    return path
+
+
+@pytest.fixture
+def make_group():
+    """Return a function that makes a group by hand, with arbitrary tokens."""
+
+    def make(rewards, *, prompt_length=5, lengths=None, seed=0) -> Group:
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(count):
+            return torch.randint(3, 300, (count,), generator=generator).tolist()
+
+        lengths = lengths or [3 + 2 * member for member in range(len(rewards))]
+        return Group(
+            problem=Problem(id="p", question="What is 1 + 1?", answer="2"),
+            prompt_ids=tokens(prompt_length),
+            rollouts=[
+                Rollout(
+                    completion=Completion(
+                        token_ids=tokens(length),
+                        logprobs=(-torch.rand(length, generator=generator)).tolist(),
+                        text="",
+                        finish_reason="stop",
+                    ),
+                    score=Score(
+                        reward=reward, answer="2" if reward else None, verdict="correct" if reward else "no_box"
+                    ),
+                    advantage=advantage,
+                )
+                for reward, length, advantage in zip(rewards, lengths, group_advantages(rewards), strict=True)
+            ],
+            policy_version=0,
+        )
+
+    return make

@@ -1,0 +1,203 @@
+"""The policy on a CPU: exact in float64, and the same after a round trip through the disk."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from loss import LossConfig
+from policy import Policy, PolicyConfig, micro_batches
+
+NO_CLIP = LossConfig(epsilon_low=0.999, epsilon_high=1e9)
+
+
+@pytest.fixture
+def policy(tiny_base):
+    return make_policy(tiny_base)
+
+
+def make_policy(base, **settings):
+    """Return a float64 policy whose B is not 0, so that arithmetic can be checked tightly."""
+    settings = {"lora_rank": 4, "lora_alpha": 8, "learning_rate": 1e-3, "gradient_checkpointing": False} | settings
+    policy = Policy(PolicyConfig(base_model=str(base), **settings), seed=0)
+    policy.model.double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            if ".lora_B." in name:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return policy
+
+
+def gradients(policy, groups):
+    """Return the gradient that an update would apply, without applying it."""
+    policy.optimizer.step = lambda: None
+    policy.update(groups, NO_CLIP)
+    return {name: parameter.grad.clone() for name, parameter in policy.parameters.items()}
+
+
+def test_a_batch_holds_prompt_and_completion_padded_on_the_right(make_group):
+    group = make_group([1, 0], prompt_length=2, lengths=[1, 3])
+    (batch,) = micro_batches([group], max_tokens=1000)
+    long, short = group.rollouts[1].completion, group.rollouts[0].completion
+    assert batch.input_ids.tolist() == [
+        group.prompt_ids + long.token_ids,
+        [*group.prompt_ids, *short.token_ids, 0, 0],
+    ]
+    assert batch.completion_mask.tolist() == [[False, True, True, True], [False, True, False, False]]
+    torch.testing.assert_close(batch.sampling_logprobs[0, 1:], torch.tensor(long.logprobs))
+    torch.testing.assert_close(batch.sampling_logprobs[1, 1:2], torch.tensor(short.logprobs))
+    assert batch.advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+def test_micro_batches_hold_every_sequence_once_within_the_budget_and_a_longer_one_alone(make_group):
+    groups = [make_group([1, 0, 0], lengths=[40, 4, 9], seed=seed) for seed in range(4)] + [make_group([1, 1, 1])]
+    batches = list(micro_batches(groups, max_tokens=32))
+    assert sum(len(batch.input_ids) for batch in batches) == 12  # the degenerate group stays out
+    assert [batch.input_ids.shape for batch in batches[:4]] == [(1, 45)] * 4
+    assert all(batch.input_ids.numel() <= 32 for batch in batches[4:])
+
+
+def test_logprobs_equal_those_of_the_whole_models_logits(policy, make_group):
+    (batch,) = micro_batches([make_group([1, 0, 0])], max_tokens=1000)
+    logprobs, entropies = policy.token_logprobs(batch)
+    full = torch.log_softmax(policy.model(input_ids=batch.input_ids).logits[:, :-1], -1)
+    expected = full.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1) * batch.completion_mask
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-9)
+    expected = -(full.exp() * full).sum(-1) * batch.completion_mask
+    torch.testing.assert_close(entropies, expected, rtol=0, atol=1e-9)
+
+
+def test_padding_does_not_move_logprobs(policy, make_group):
+    group = make_group([1, 0, 0], lengths=[3, 70, 5])
+    (together,) = micro_batches([group], max_tokens=1000)
+    padded, _ = policy.token_logprobs(together)
+    for row, alone in enumerate(micro_batches([group], max_tokens=1)):
+        logprobs, _ = policy.token_logprobs(alone)
+        torch.testing.assert_close(padded[row, : logprobs.shape[1]], logprobs[0], rtol=0, atol=1e-9)
+
+
+def test_any_micro_batching_gives_the_gradient_of_one_batch(tiny_base, make_group):
+    groups = [make_group([1, 0, 0, 1], seed=seed) for seed in range(3)]
+    whole = gradients(make_policy(tiny_base), groups)
+    for max_tokens in (1, 40):
+        parts = gradients(make_policy(tiny_base, micro_batch_tokens=max_tokens), groups)
+        for name in whole:
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-6, atol=1e-12)
+
+
+def test_gradient_checkpointing_changes_no_gradient(tiny_base, make_group):
+    groups = [make_group([1, 0, 0, 1])]
+    plain = gradients(make_policy(tiny_base), groups)
+    recomputed = gradients(make_policy(tiny_base, gradient_checkpointing=True), groups)
+    for name in plain:
+        torch.testing.assert_close(recomputed[name], plain[name], rtol=1e-9, atol=1e-15)
+
+
+def test_degenerate_groups_stay_in_the_denominator_and_do_nothing_else(tiny_base, make_group):
+    alone = gradients(make_policy(tiny_base), [make_group([1, 0])])
+    beside = gradients(make_policy(tiny_base), [make_group([1, 0]), make_group([1, 1], seed=1)])
+    for name in alone:
+        torch.testing.assert_close(beside[name], alone[name] / 2, rtol=1e-9, atol=1e-15)
+
+
+def test_a_step_of_degenerate_groups_changes_nothing(policy, make_group):
+    before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
+    assert policy.update([make_group([0, 0]), make_group([1, 1])], LossConfig()) is None
+    assert all(torch.equal(before[name], parameter) for name, parameter in policy.parameters.items())
+    assert not policy.optimizer.state
+
+
+def test_an_update_reports_what_it_saw(policy, make_group):
+    groups = [make_group([1, 0, 0]), make_group([1, 1, 1], seed=1)]
+    result = policy.update(groups, LossConfig(epsilon_low=1e-9, epsilon_high=1e-9))
+    assert result.train_sequences == 3
+    assert 0 < result.sequence_clip_fraction < 1
+    assert result.gap_mean > 0.05  # the logprobs of made-up completions are no sampler's
+    assert min(result.entropy, result.grad_norm) > 0
+
+
+def test_a_reward_raises_the_probability_of_what_earned_it(policy, make_group):
+    group = make_group([1, 0], lengths=[6, 6])
+    (batch,) = micro_batches([group], max_tokens=1000)
+    right = batch.advantages > 0
+    before = policy.token_logprobs(batch)[0].sum(-1)
+    for _ in range(5):
+        policy.update([group], NO_CLIP)
+    change = policy.token_logprobs(batch)[0].sum(-1) - before
+    assert change[right] > 0 > change[~right]
+
+
+def test_a_module_without_a_gradient_stops_the_first_step_by_name(policy, make_group):
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            if "layers.1.linear_attn.in_proj_z.lora_A" in name:
+                parameter.zero_()
+    with pytest.raises(
+        RuntimeError, match=r"1 adapter modules received no gradient .*layers\.1\.linear_attn\.in_proj_z"
+    ):
+        policy.update([make_group([1, 0])], NO_CLIP)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_weights(policy, make_group):
+    before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
+    group = make_group([1, 0])
+    group.rollouts[0].completion.logprobs[0] = float("-inf")
+    with pytest.raises(FloatingPointError, match="loss is"):
+        policy.update([group], NO_CLIP)
+    assert all(torch.equal(before[name], parameter) for name, parameter in policy.parameters.items())
+
+
+def test_lora_covers_every_linear_layer_of_both_mixing_kinds(policy):
+    assert policy.coverage() == (
+        "LoRA rank 4 on 31 modules: down_proj x4, gate_proj x4, in_proj_a x3, in_proj_b x3, in_proj_qkv x3, "
+        "in_proj_z x3, k_proj x1, o_proj x1, out_proj x3, q_proj x1, up_proj x4, v_proj x1"
+    )
+
+
+def test_a_saved_policy_continues_exactly_as_if_it_had_not_stopped(tiny_base, make_group, tmp_path):
+    groups = [make_group([1, 0, 0]), make_group([0, 1, 1], seed=1)]
+    config = PolicyConfig(base_model=str(tiny_base), lora_rank=4, learning_rate=1e-3)
+    straight, stopped, resumed = (Policy(config, seed=0) for _ in range(3))
+    straight.update(groups, NO_CLIP)
+    straight.update(groups, NO_CLIP)
+    stopped.update(groups, NO_CLIP)
+    stopped.save(tmp_path)
+    resumed.load(tmp_path)
+    resumed.update(groups, NO_CLIP)
+    for name, parameter in straight.parameters.items():
+        assert torch.equal(resumed.parameters[name], parameter), name
+
+
+def test_peft_loads_the_saved_adapter_and_computes_the_same(tiny_base, make_group, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy = make_policy(tiny_base)
+    policy.save_adapter(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.bfloat16)
+    loaded = PeftModel.from_pretrained(base, tmp_path).double()
+    input_ids = torch.tensor([[5, 6, 7, 8]])
+    expected = policy.model(input_ids=input_ids).logits
+    torch.testing.assert_close(loaded(input_ids=input_ids).logits, expected, rtol=0, atol=1e-5)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
+
+
+@pytest.mark.parametrize(("fixture", "prefix"), [("tiny_base", ""), ("tiny_vision_base", "language_model.")])
+def test_the_copy_for_the_sampler_has_its_module_names(fixture, prefix, request, tmp_path):
+    policy = Policy(PolicyConfig(base_model=str(request.getfixturevalue(fixture)), lora_rank=4), seed=0)
+    policy.save_adapter(tmp_path)
+    own, served = (
+        load_file(tmp_path / "adapter_model.safetensors"),
+        load_file(tmp_path / "vllm/adapter_model.safetensors"),
+    )
+    assert len(own) == len(served) == 62
+    name = "layers.0.linear_attn.in_proj_b.lora_A.weight"
+    assert torch.equal(own[f"base_model.model.model.{name}"], served[f"base_model.model.model.{prefix}{name}"])
+
+
+def test_an_adapter_of_another_rank_is_refused(tiny_base, tmp_path):
+    Policy(PolicyConfig(base_model=str(tiny_base), lora_rank=4), seed=0).save(tmp_path)
+    with pytest.raises(ValueError, match="another rank than this run"):
+        Policy(PolicyConfig(base_model=str(tiny_base), lora_rank=8), seed=0).load(tmp_path)
