@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
 from data import write_whole
 from policy import UpdateResult
 from rollout import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SwanlabMode = Literal["online", "local", "offline", "disabled"]
 
@@ -54,18 +57,48 @@ class RolloutMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GspoMetrics:
-    """The update; None where every group was degenerate and nothing was trained."""
+    """The update over its training sequences, whatever the algorithm; None where nothing was trained."""
 
-    loss: float | None
-    seq_ratio_mean: float | None
-    sequence_clip_fraction: float | None
-    token_clip_fraction: float | None
-    grad_norm: float | None
-    gap_mean: float | None
-    entropy: float | None
-    train_sequences: int
+    loss: float | None = None
+    """Mean over the step's mini-batches, as is grad_norm."""
+    grad_norm: float | None = None
+    seq_ratio_mean: float | None = None
+    sequence_clip_fraction: float | None = None
+    """Sequences that give no gradient since all of their tokens are clipped."""
+    token_clip_fraction: float | None = None
+    entropy: float | None = None
+    """Of the policy at a completion token, in nats."""
+    train_sequences: int = 0
     normalization_sequences: int
-    skipped: bool
+    optimizer_steps: int = 0
+    """0 where every group was degenerate, and the step was skipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapMetrics:
+    """Policy at sampling time against sampler, the same weights in two engines: |log-ratio| of a token in nats."""
+
+    token_mean: float | None = None
+    token_p99: float | None = None
+    token_max: float | None = None
+    kl: float | None = None
+    """KL(sampler || policy) of a token, by the k3 estimator: mean of r - 1 - log r, r = policy / sampler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignMetrics:
+    """Where clipping comes from, for the sequences whose advantage has one sign; log-ratios in nats."""
+
+    train_sequences: int = 0
+    clip_fraction: float | None = None
+    log_ratio_mean: float | None = None
+    log_ratio_std: float | None = None
+    engine_log_ratio_mean: float | None = None
+    """The part that is the gap between the two engines."""
+    engine_log_ratio_std: float | None = None
+    update_log_ratio_mean: float | None = None
+    """The part that is the policy's movement since sampling; exactly 0 in a batch's first optimizer step."""
+    update_log_ratio_std: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +120,16 @@ class StepMetrics:
     verdict: VerdictMetrics
     rollout: RolloutMetrics
     gspo: GspoMetrics
+    gap: GapMetrics
+    positive: SignMetrics
+    negative: SignMetrics
     time: TimeMetrics
+    mini_batch: dict[str, dict[str, float]]
+    """Loss, gradient norm and clip fraction of each optimizer step, by its number, where there are several."""
 
     def flat(self) -> dict[str, Any]:
         """Return the logged form: `reward/accuracy`, `gspo/loss`, ..."""
-        flat: dict[str, Any] = {"step": self.step}
-        for name, values in asdict(self).items():
-            if isinstance(values, dict):
-                flat |= {f"{name}/{key}": value for key, value in values.items()}
-        return flat
+        return dict(_flatten(asdict(self)))
 
     def summary(self) -> str:
         """Return the step in one line for the terminal."""
@@ -111,10 +145,18 @@ class StepMetrics:
         )
 
 
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, value
+
+
 def step_metrics(
-    step: int, groups: Sequence[Group], update: UpdateResult | None, time_metrics: TimeMetrics
+    step: int, groups: Sequence[Group], updates: Sequence[UpdateResult], time_metrics: TimeMetrics
 ) -> StepMetrics:
-    """Return what a step reports; `update` is None when every group was degenerate."""
+    """Return what a step reports; `updates` holds one result an optimizer step, none when all was degenerate."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = Counter(rollout.score.verdict for rollout in rollouts)
     count = len(rollouts)
@@ -131,20 +173,72 @@ def step_metrics(
             prompt_tokens=sum(len(group.prompt_ids) for group in groups) / len(groups),
             truncated_fraction=sum(r.completion.finish_reason == "length" for r in rollouts) / count,
         ),
-        gspo=GspoMetrics(
-            loss=update and update.loss,
-            seq_ratio_mean=update and update.seq_ratio_mean,
-            sequence_clip_fraction=update and update.sequence_clip_fraction,
-            token_clip_fraction=update and update.token_clip_fraction,
-            grad_norm=update and update.grad_norm,
-            gap_mean=update and update.gap_mean,
-            entropy=update and update.entropy,
-            train_sequences=update.train_sequences if update else 0,
-            normalization_sequences=count,
-            skipped=update is None,
-        ),
         time=time_metrics,
+        **_update_metrics(updates, normalization_sequences=count),
     )
+
+
+def _update_metrics(updates: Sequence[UpdateResult], *, normalization_sequences: int) -> dict[str, Any]:
+    import torch
+
+    if not updates:
+        return {
+            "gspo": GspoMetrics(normalization_sequences=normalization_sequences),
+            "gap": GapMetrics(),
+            "positive": SignMetrics(),
+            "negative": SignMetrics(),
+            "mini_batch": {},
+        }
+
+    def together(name: str) -> Tensor:
+        return torch.cat([getattr(update, name) for update in updates])
+
+    log_ratios, engine, advantages = together("log_ratios"), together("engine_log_ratios"), together("advantages")
+    tokens, clipped_tokens = together("num_tokens"), together("num_clipped_tokens")
+    clipped, gaps = tokens == clipped_tokens, together("token_gaps")
+    moved = torch.cat([update.update_log_ratios for update in updates])
+
+    def of_sign(chosen: Tensor) -> SignMetrics:
+        if not chosen.any():
+            return SignMetrics()
+        parts = {"log_ratio": log_ratios, "engine_log_ratio": engine, "update_log_ratio": moved}
+        moments = {f"{name}_mean": float(part[chosen].mean()) for name, part in parts.items()}
+        moments |= {f"{name}_std": float(part[chosen].std(correction=0)) for name, part in parts.items()}
+        return SignMetrics(
+            train_sequences=int(chosen.sum()), clip_fraction=float(clipped[chosen].float().mean()), **moments
+        )
+
+    return {
+        "gspo": GspoMetrics(
+            loss=sum(update.loss for update in updates) / len(updates),
+            grad_norm=sum(update.grad_norm for update in updates) / len(updates),
+            seq_ratio_mean=float(log_ratios.exp().mean()),
+            sequence_clip_fraction=float(clipped.float().mean()),
+            token_clip_fraction=float(clipped_tokens.sum() / tokens.sum()),
+            entropy=float(together("entropies").mean()),
+            train_sequences=len(advantages),
+            normalization_sequences=normalization_sequences,
+            optimizer_steps=len(updates),
+        ),
+        "gap": GapMetrics(
+            token_mean=float(gaps.abs().mean()),
+            token_p99=float(gaps.abs().quantile(0.99)),
+            token_max=float(gaps.abs().max()),
+            kl=float((gaps.expm1() - gaps).mean()),
+        ),
+        "positive": of_sign(advantages > 0),
+        "negative": of_sign(advantages < 0),
+        "mini_batch": {
+            str(number): {
+                "loss": update.loss,
+                "grad_norm": update.grad_norm,
+                "sequence_clip_fraction": float((update.num_tokens == update.num_clipped_tokens).float().mean()),
+            }
+            for number, update in enumerate(updates, start=1)
+        }
+        if len(updates) > 1
+        else {},
+    }
 
 
 class MetricsLog:

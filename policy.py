@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loss import LossConfig, gspo_loss
+from loss import LossConfig, StepTotals, mismatch_weights, policy_loss, sequence_log_ratios
 from rollout import Group
 
 if TYPE_CHECKING:
@@ -119,18 +119,20 @@ def _collate(sequences: Sequence[_Sequence]) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """What one optimizer step saw; the fractions and means are over the training sequences."""
+    """What one optimizer step saw, over its S training sequences and their N completion tokens."""
 
     loss: float
-    seq_ratio_mean: float
-    sequence_clip_fraction: float
-    token_clip_fraction: float
-    gap_mean: float
-    """Mean |policy logprob - sampling logprob| of a completion token, in nats."""
     grad_norm: float
-    entropy: float
-    """Mean entropy of the policy at a completion token, in nats."""
-    train_sequences: int
+    advantages: Tensor  # [S]
+    num_tokens: Tensor  # [S]
+    num_clipped_tokens: Tensor  # [S]
+    log_ratios: Tensor  # [S] nats: log of the sequence ratio, new policy against old
+    engine_log_ratios: (
+        Tensor  # [S] nats: the policy that sampled, by the trainer's arithmetic against the sampler's
+    )
+    update_log_ratios: Tensor  # [S] nats: the policy now against the policy that sampled
+    token_gaps: Tensor  # [N] nats: engine_log_ratios a token at a time
+    entropies: Tensor  # [N] nats
 
 
 class Policy:
@@ -146,11 +148,14 @@ class Policy:
         """
         import torch
         from peft import LoraConfig, get_peft_model
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, logging
 
         self.config = config
         self.temperature = temperature
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cpu":
+            logging.set_verbosity_error()  # that there are faster kernels for GPUs
+        logging.disable_progress_bar()
         checkpoint = AutoConfig.from_pretrained(config.base_model, revision=config.revision)
         # A vision-and-text checkpoint is trained as its text half, but served whole: other module names.
         wrapped = checkpoint.get_text_config() is not checkpoint
@@ -213,58 +218,92 @@ class Policy:
         blank = logprobs.new_zeros(mask.shape)
         return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropies)
 
-    def update(self, groups: Sequence[Group], config: LossConfig) -> UpdateResult | None:
-        """Take one optimizer step on the groups; None, and nothing changed, when all are degenerate.
+    def update(self, groups: Sequence[Group], config: LossConfig, *, max_tokens: int) -> list[UpdateResult]:
+        """Take one optimizer step on each mini-batch of whole groups that has something to teach.
+
+        Args:
+            groups: the rollout batch; degenerate groups count in the denominators and are not computed.
+            config: the objective, the old policy and the number of mini-batches.
+            max_tokens: the longest completion that sampling allows.
+
+        Returns:
+            One result a step taken; none, and nothing changed, when every group is degenerate.
 
         Raises:
-            FloatingPointError: the loss or a gradient is not finite; the weights are as before.
+            FloatingPointError: the loss or a gradient is not finite; the weights are as before that step.
             RuntimeError: an adapter module received no gradient in the first step.
         """
         import torch
 
-        num_sequences = sum(len(group.rollouts) for group in groups)
+        parts = [groups[start :: config.mini_batches] for start in range(config.mini_batches)]
+        batches = [list(micro_batches(part, max_tokens=self.config.micro_batch_tokens)) for part in parts]
+        old: list[list[Tensor | None]] = [[None] * len(part) for part in batches]
+        if config.mini_batches > 1 or config.old_logprobs == "policy":
+            with torch.no_grad():
+                old = [[self.token_logprobs(batch)[0] for batch in part] for part in batches]
+        return [
+            self._step(part, part_batches, part_old, config, max_tokens)
+            for part, part_batches, part_old in zip(parts, batches, old, strict=True)
+            if part_batches
+        ]
+
+    def _step(
+        self,
+        groups: Sequence[Group],
+        batches: Sequence[Batch],
+        before: Sequence[Tensor | None],
+        config: LossConfig,
+        max_tokens: int,
+    ) -> UpdateResult:
+        """Take one optimizer step; `before`: the logprobs before the first step, None where this is the first."""
+        import torch
+
+        totals = StepTotals(
+            num_sequences=sum(len(group.rollouts) for group in groups),
+            num_tokens=sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts),
+            max_tokens=max_tokens,
+        )
         self.optimizer.zero_grad()
-        losses, ratios, clipped, lengths, gaps, entropies = [], [], [], [], [], []
-        for batch in micro_batches(groups, max_tokens=self.config.micro_batch_tokens):
-            mask = batch.completion_mask.to(self.device)
+        seen: list[dict[str, Tensor]] = []
+        for batch, start_logprobs in zip(batches, before, strict=True):
+            mask, advantages = batch.completion_mask.to(self.device), batch.advantages.to(self.device)
             sampling_logprobs = batch.sampling_logprobs.to(self.device)
-            policy_logprobs, entropy = self.token_logprobs(batch)
-            output = gspo_loss(
+            policy_logprobs, entropies = self.token_logprobs(batch)
+            start_logprobs = policy_logprobs.detach() if start_logprobs is None else start_logprobs
+            old_logprobs = start_logprobs if config.old_logprobs == "policy" else sampling_logprobs
+            output = policy_loss(
                 policy_logprobs,
-                sampling_logprobs,
+                old_logprobs,
                 mask,
-                batch.advantages.to(self.device),
-                num_sequences=num_sequences,
-                config=config,
+                advantages,
+                objective=config.objective,
+                totals=totals,
+                weights=mismatch_weights(config.mismatch_weight, start_logprobs, sampling_logprobs, mask),
             )
             output.loss.backward()
-            losses.append(output.loss.detach())
-            ratios.append(output.ratios)
-            clipped.append(output.clipped)
-            lengths.append(mask.sum(-1))
-            gaps.append((policy_logprobs.detach() - sampling_logprobs).abs()[mask])
-            entropies.append(entropy[mask])
-        if not losses:
-            return None
-        loss = float(torch.stack(losses).sum())
+            seen.append(
+                {
+                    "loss": output.loss.detach()[None],
+                    "advantages": advantages,
+                    "num_tokens": mask.sum(-1),
+                    "num_clipped_tokens": output.clipped.sum(-1),
+                    "log_ratios": sequence_log_ratios(policy_logprobs.detach(), old_logprobs, mask),
+                    "engine_log_ratios": sequence_log_ratios(start_logprobs, sampling_logprobs, mask),
+                    "update_log_ratios": sequence_log_ratios(policy_logprobs.detach(), start_logprobs, mask),
+                    "token_gaps": (start_logprobs - sampling_logprobs)[mask],
+                    "entropies": entropies[mask],
+                }
+            )
+        facts = {name: torch.cat([batch[name] for batch in seen]).cpu() for name in seen[0]}
+        loss = float(facts.pop("loss").sum())
         grad_norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.parameters.values()))
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             self.optimizer.zero_grad()
             raise FloatingPointError(f"the loss is {loss} and the gradient's norm {grad_norm}")
-        is_clipped, tokens = torch.cat(clipped), torch.cat(lengths)
-        if not self._checked_gradients and not is_clipped.all():
+        if not self._checked_gradients and (facts["num_clipped_tokens"] < facts["num_tokens"]).any():
             self._check_gradients()
         self.optimizer.step()
-        return UpdateResult(
-            loss=loss,
-            seq_ratio_mean=float(torch.cat(ratios).mean()),
-            sequence_clip_fraction=float(is_clipped.float().mean()),
-            token_clip_fraction=float(tokens[is_clipped].sum() / tokens.sum()),
-            gap_mean=float(torch.cat(gaps).mean()),
-            grad_norm=grad_norm,
-            entropy=float(torch.cat(entropies).mean()),
-            train_sequences=len(is_clipped),
-        )
+        return UpdateResult(loss=loss, grad_norm=grad_norm, **facts)
 
     def _check_gradients(self) -> None:
         dead = [

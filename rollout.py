@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,15 +96,17 @@ class Group:
         return all(rollout.advantage == 0 for rollout in self.rollouts)
 
 
-def group_advantages(rewards: Sequence[float]) -> list[float]:
+def group_advantages(rewards: Sequence[float], *, divide_by_std: bool = True) -> list[float]:
     """Return (r - mean) / (sample standard deviation + 1e-8) of each reward; all 0 when rewards agree.
 
-    GSPO paper, arXiv:2507.18071, equation 6; the sample (n - 1) form is the chapter's.
+    GSPO paper, arXiv:2507.18071, equation 6; the sample (n - 1) form is the chapter's. Without the division it is
+    Dr. GRPO's advantage, arXiv:2503.20783.
     """
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
-    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
-    return [(reward - mean) / (deviation + 1e-8) for reward in rewards]
+    mean = statistics.fmean(rewards)
+    scale = statistics.stdev(rewards) + 1e-8 if divide_by_std else 1.0
+    return [(reward - mean) / scale for reward in rewards]
 
 
 def sampling_seed(*parts: object) -> int:
@@ -180,6 +183,7 @@ def collect_groups(
     seed: int,
     step: int,
     policy_version: int,
+    divide_by_std: bool = True,
 ) -> list[Group]:
     """Sample and grade one group for each problem, in the problems' order.
 
@@ -195,7 +199,7 @@ def collect_groups(
     for index, completions in sample(prompts, config, seeds):
         problem = problems[index]
         scores = grader.score_many([(completion.text, problem.answer) for completion in completions])
-        advantages = group_advantages([score.reward for score in scores])
+        advantages = group_advantages([score.reward for score in scores], divide_by_std=divide_by_std)
         groups[index] = Group(
             problem=problem,
             prompt_ids=prompts[index],
@@ -241,6 +245,7 @@ class Sampler:
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         try:
             from vllm import LLM
         except ImportError as error:

@@ -119,8 +119,10 @@ def build_base(folder: Path, *, seed: int, steps: int, vision: bool = False) -> 
     """
     import torch
     from tqdm import trange
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, logging
 
+    logging.set_verbosity_error()  # that there are faster kernels for GPUs
+    logging.disable_progress_bar()
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3_5TextConfig(
@@ -220,7 +222,7 @@ def run(config: TinyConfig) -> None:
         write_problems(data / f"{name}.jsonl", chosen)
 
     train = ["--base-model", base, "--data", data / "train.jsonl", "--run-name", folder.name]
-    train += ["--max-steps", config.steps, "--max-prompt-tokens", 64, "--max-tokens", 64, "--learning-rate", "3e-4"]
+    train += ["--max-steps", config.steps, "--max-prompt-tokens", 64, "--max-tokens", 64, "--learning-rate", "5e-4"]
     train += ["--seed", config.seed, "--swanlab-mode", "offline"]
     _script("train.py", *train, *(["--resume"] if (folder / "config.json").exists() else []))
     _script(

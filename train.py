@@ -87,6 +87,11 @@ class TrainConfig:
                 f"top_p is {self.sampling.top_p} and top_k {self.sampling.top_k}; training needs 1.0 and -1, "
                 "since cutting the distribution off biases every ratio by the probability that was kept"
             )
+        if self.loss.mini_batches > self.groups_per_step:
+            raise ValueError(
+                f"mini_batches is {self.loss.mini_batches}; whole groups are split, so at most "
+                f"groups_per_step = {self.groups_per_step}"
+            )
         if not self.run_name or self.run_name != Path(self.run_name).name:
             raise ValueError(f"run_name is {self.run_name!r}; it must be a plain folder name")
         if not 0 < self.sampler_memory_fraction < 1:
@@ -178,8 +183,8 @@ def _require(config: TrainConfig) -> None:
         )
     if not torch.cuda.is_available() and not Path(config.policy.base_model).is_dir():
         missing.append(
-            f"{config.policy.base_model} is not a folder on this machine, and there is no GPU to train a model from "
-            "the hub: use a machine with a GPU, or give --base-model the folder of a small model (`make tiny` "
+            f"{config.policy.base_model} is not a folder on this machine, and there is no GPU to train a model "
+            "from the hub: use a machine with a GPU, or give --base-model the folder of a small model (`make tiny` "
             "builds one and runs the whole chapter in miniature)"
         )
     if missing:
@@ -229,17 +234,18 @@ def train(setup: Setup, grader: Grader) -> None:
                 seed=config.seed,
                 step=step,
                 policy_version=step - 1,
+                divide_by_std=config.loss.objective.divide_by_std,
             )
             collected = time.perf_counter()
             if config.sampler_sleep:
                 sampler.sleep()
-            update = policy.update(groups, config.loss)
+            updates = policy.update(groups, config.loss, max_tokens=config.sampling.max_tokens)
             ended = time.perf_counter()
             log.write(
                 step_metrics(
                     step,
                     groups,
-                    update,
+                    updates,
                     TimeMetrics(
                         sync_seconds=synced - started,
                         rollout_seconds=collected - synced,

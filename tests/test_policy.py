@@ -9,8 +9,6 @@ from safetensors.torch import load_file
 from loss import LossConfig
 from policy import Policy, PolicyConfig, micro_batches
 
-NO_CLIP = LossConfig(epsilon_low=0.999, epsilon_high=1e9)
-
 
 @pytest.fixture
 def policy(tiny_base):
@@ -30,10 +28,16 @@ def make_policy(base, **settings):
     return policy
 
 
+def update(policy, groups, **choices):
+    """Take the optimizer steps of a rollout batch, by default without clipping."""
+    choices = {"epsilon_low": 0.999, "epsilon_high": 1e9} | choices
+    return policy.update(groups, LossConfig(**choices), max_tokens=100)
+
+
 def gradients(policy, groups):
     """Return the gradient that an update would apply, without applying it."""
     policy.optimizer.step = lambda: None
-    policy.update(groups, NO_CLIP)
+    update(policy, groups)
     return {name: parameter.grad.clone() for name, parameter in policy.parameters.items()}
 
 
@@ -104,29 +108,63 @@ def test_degenerate_groups_stay_in_the_denominator_and_do_nothing_else(tiny_base
 
 def test_a_step_of_degenerate_groups_changes_nothing(policy, make_group):
     before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
-    assert policy.update([make_group([0, 0]), make_group([1, 1])], LossConfig()) is None
+    assert update(policy, [make_group([0, 0]), make_group([1, 1])], mini_batches=2) == []
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.parameters.items())
     assert not policy.optimizer.state
 
 
 def test_an_update_reports_what_it_saw(policy, make_group):
     groups = [make_group([1, 0, 0]), make_group([1, 1, 1], seed=1)]
-    result = policy.update(groups, LossConfig(epsilon_low=1e-9, epsilon_high=1e-9))
-    assert result.train_sequences == 3
-    assert 0 < result.sequence_clip_fraction < 1
-    assert result.gap_mean > 0.05  # the logprobs of made-up completions are no sampler's
-    assert min(result.entropy, result.grad_norm) > 0
+    (batch,) = micro_batches(groups, max_tokens=1000)
+    logprobs, _ = policy.token_logprobs(batch)
+    gaps = (logprobs - batch.sampling_logprobs)[batch.completion_mask].detach()
+    (result,) = update(policy, groups, epsilon_low=1e-9, epsilon_high=1e-9)
+    torch.testing.assert_close(result.token_gaps, gaps)
+    assert result.num_tokens.tolist() == [7, 5, 3]
+    assert result.advantages.tolist() == batch.advantages.tolist()
+    torch.testing.assert_close(result.log_ratios, result.engine_log_ratios, rtol=0, atol=0)
+    assert result.update_log_ratios.count_nonzero() == 0
+    away = (result.log_ratios.sign() == result.advantages.sign()).tolist()
+    assert (result.num_clipped_tokens == result.num_tokens).tolist() == away
+    assert min(result.grad_norm, result.entropies.min()) > 0
 
 
-def test_a_reward_raises_the_probability_of_what_earned_it(policy, make_group):
+def test_with_the_policys_old_logprobs_the_first_steps_ratios_are_exactly_one(policy, make_group):
+    groups = [make_group([1, 0, 0], seed=seed) for seed in range(4)]
+    first, second = update(policy, groups, old_logprobs="policy", mini_batches=2)
+    assert first.log_ratios.count_nonzero() == 0
+    assert second.log_ratios.count_nonzero() == 6
+    torch.testing.assert_close(second.log_ratios, second.update_log_ratios, rtol=0, atol=0)
+    assert first.engine_log_ratios.count_nonzero() == 6
+
+
+def test_with_the_samplers_old_logprobs_a_ratio_is_engine_gap_and_movement_together(policy, make_group):
+    groups = [make_group([1, 0, 0], seed=seed) for seed in range(4)]
+    for result in update(policy, groups, mini_batches=2):
+        parts = result.engine_log_ratios + result.update_log_ratios
+        torch.testing.assert_close(result.log_ratios, parts, rtol=0, atol=1e-9)
+
+
+def test_mini_batches_are_steps_on_whole_groups_with_their_own_denominators(tiny_base, make_group):
+    groups = [make_group([1, 0, 0], seed=seed) for seed in range(4)]
+    together = make_policy(tiny_base)
+    update(together, groups, mini_batches=2)
+    apart = make_policy(tiny_base)
+    update(apart, groups[0::2])
+    update(apart, groups[1::2])
+    for name, parameter in together.parameters.items():
+        torch.testing.assert_close(apart.parameters[name], parameter, rtol=0, atol=1e-12)
+
+
+def test_a_reward_raises_the_probability_of_what_earned_it_over_the_rest(policy, make_group):
     group = make_group([1, 0], lengths=[6, 6])
     (batch,) = micro_batches([group], max_tokens=1000)
     right = batch.advantages > 0
     before = policy.token_logprobs(batch)[0].sum(-1)
     for _ in range(5):
-        policy.update([group], NO_CLIP)
+        update(policy, [group])
     change = policy.token_logprobs(batch)[0].sum(-1) - before
-    assert change[right] > 0 > change[~right]
+    assert change[right] > change[~right] + 0.1
 
 
 def test_a_module_without_a_gradient_stops_the_first_step_by_name(policy, make_group):
@@ -137,15 +175,15 @@ def test_a_module_without_a_gradient_stops_the_first_step_by_name(policy, make_g
     with pytest.raises(
         RuntimeError, match=r"1 adapter modules received no gradient .*layers\.1\.linear_attn\.in_proj_z"
     ):
-        policy.update([make_group([1, 0])], NO_CLIP)
+        update(policy, [make_group([1, 0])])
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_weights(policy, make_group):
     before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
     group = make_group([1, 0])
-    group.rollouts[0].completion.logprobs[0] = float("-inf")
+    group.rollouts[0].completion.logprobs[0] = float("nan")
     with pytest.raises(FloatingPointError, match="loss is"):
-        policy.update([group], NO_CLIP)
+        update(policy, [group])
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.parameters.items())
 
 
@@ -160,12 +198,12 @@ def test_a_saved_policy_continues_exactly_as_if_it_had_not_stopped(tiny_base, ma
     groups = [make_group([1, 0, 0]), make_group([0, 1, 1], seed=1)]
     config = PolicyConfig(base_model=str(tiny_base), lora_rank=4, learning_rate=1e-3)
     straight, stopped, resumed = (Policy(config, seed=0) for _ in range(3))
-    straight.update(groups, NO_CLIP)
-    straight.update(groups, NO_CLIP)
-    stopped.update(groups, NO_CLIP)
+    update(straight, groups)
+    update(straight, groups)
+    update(stopped, groups)
     stopped.save(tmp_path)
     resumed.load(tmp_path)
-    resumed.update(groups, NO_CLIP)
+    update(resumed, groups)
     for name, parameter in straight.parameters.items():
         assert torch.equal(resumed.parameters[name], parameter), name
 
