@@ -1,4 +1,4 @@
-"""A run's state on disk: every checkpoint is whole or absent, and a damaged one is never resumed from."""
+"""What a run keeps on disk: checkpoints, whole or absent and never resumed from when damaged, and its rollouts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from data import write_whole
-from policy import Policy
+from data import Problem, write_whole
+from reward import Score
+from rollout import Completion, Group, Rollout
+
+if TYPE_CHECKING:
+    from policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,64 @@ def newest_good_checkpoint(run: Path) -> Path | None:
     if folders:
         raise ValueError(f"every checkpoint of {run} is damaged; start again under another --run-name")
     return None
+
+
+def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
+    """Write a step's rollouts as Parquet, one row a completion, in the order of the groups; whole or not at all."""
+    import polars
+
+    rows = [
+        {
+            "group": index,
+            "problem_id": group.problem.id,
+            "question": group.problem.question,
+            "reference": group.problem.answer,
+            "policy_version": group.policy_version,
+            "prompt_ids": group.prompt_ids,
+            "token_ids": rollout.completion.token_ids,
+            "sampling_logprobs": rollout.completion.logprobs,
+            "text": rollout.completion.text,
+            "finish_reason": rollout.completion.finish_reason,
+            "reward": rollout.score.reward,
+            "verdict": rollout.score.verdict,
+            "answer": rollout.score.answer,
+            "advantage": rollout.advantage,
+        }
+        for index, group in enumerate(groups)
+        for rollout in group.rollouts
+    ]
+    schema = {"prompt_ids": polars.List(polars.Int32), "token_ids": polars.List(polars.Int32)}
+    temporary = path.with_name(f".{path.name}.tmp")
+    path.parent.mkdir(exist_ok=True)
+    polars.DataFrame(rows, schema_overrides=schema).write_parquet(temporary, compression="zstd")
+    temporary.rename(path)
+
+
+def read_rollouts(path: Path) -> list[Group]:
+    """Return the groups that `write_rollouts` wrote."""
+    import polars
+
+    return [
+        Group(
+            problem=Problem(id=rows[0]["problem_id"], question=rows[0]["question"], answer=rows[0]["reference"]),
+            prompt_ids=rows[0]["prompt_ids"],
+            rollouts=[
+                Rollout(
+                    completion=Completion(
+                        token_ids=row["token_ids"],
+                        logprobs=row["sampling_logprobs"],
+                        text=row["text"],
+                        finish_reason=row["finish_reason"],
+                    ),
+                    score=Score(reward=row["reward"], answer=row["answer"], verdict=row["verdict"]),
+                    advantage=row["advantage"],
+                )
+                for row in rows
+            ],
+            policy_version=rows[0]["policy_version"],
+        )
+        for rows in (part.to_dicts() for part in polars.read_parquet(path).partition_by("group"))
+    ]
 
 
 def base_fingerprint(folder: Path) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import tyro
 
 from data import Problem, write_problems
+from loss import Algorithm
 from rollout import INSTRUCTION, encode_prompt
 
 HERE = Path(__file__).parent
@@ -42,16 +43,26 @@ class TinyConfig:
     """Wrap the model as a vision-and-text checkpoint, as the published Qwen3.5-4B is, under runs/tiny-vision."""
     keep: bool = False
     """Keep the base model of a finished miniature; without it a finished one starts again from nothing."""
+    compare: tuple[Algorithm, ...] = ()
+    """Instead train each of these algorithms on the same seeds, and compare them."""
+    seeds: int = 3
+    """With --compare: runs an algorithm, of seeds seed, seed + 1, ..."""
     teaching_steps: int = 300
     """Supervised steps that the base is taught for."""
     seed: int = 42
 
     def __post_init__(self) -> None:
-        """Refuse a miniature without steps."""
-        if self.steps < 1 or self.teaching_steps < 1:
-            raise ValueError(
-                f"steps is {self.steps}, teaching_steps {self.teaching_steps}; both must be at least 1"
-            )
+        """Refuse a miniature without steps, and a comparison of one."""
+        for name in ("steps", "seeds", "teaching_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if len(self.compare) == 1:
+            raise ValueError(f"there is nothing to compare {self.compare[0]} with; name two algorithms")
+
+    @property
+    def folder(self) -> Path:
+        """Where the base model, the data and the run are kept."""
+        return Path("runs", "tiny-vision" if self.vision else "tiny")
 
 
 def sums(*, seed: int) -> list[Problem]:
@@ -205,39 +216,55 @@ def _with_vision(text_model: Any) -> Any:
 
 def run(config: TinyConfig) -> None:
     """Build what is missing, then run train.py, eval.py and analyse.py on it, each as its own command."""
-    folder = Path("runs", "tiny-vision" if config.vision else "tiny")
-    base, page = folder / "base", folder / "figures" / "report.html"
-    if page.exists():
+    folder = config.folder
+    if (folder / "figures" / "report.html").exists():
         for path in folder.iterdir():
-            if path != base or not config.keep:
+            if path.name != "base" or not config.keep:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _build(config)
+    _train(config, folder, seed=config.seed)
+    _evaluate(config, folder)
+    _script("analyse.py", "--runs", folder, "--report")
+    _say_what_happened(folder, config.steps)
+
+
+def run_comparison(config: TinyConfig) -> None:
+    """Train every algorithm on every seed from the same base, evaluate the last checkpoints, and compare."""
+    _build(config)
+    runs = []
+    for seed in range(config.seed, config.seed + config.seeds):
+        for algorithm in config.compare:
+            runs.append(config.folder.with_name(f"{config.folder.name}-{algorithm}-{seed}"))
+            _train(config, runs[-1], "--algorithm", algorithm, "--save-every", config.steps, seed=seed)
+            _evaluate(config, runs[-1], "--steps", config.steps)
+    output = config.folder.with_name(f"{config.folder.name}-compare") / "compare.png"
+    _script("compare.py", "--runs", *runs, "--output", output)
+
+
+def _build(config: TinyConfig) -> None:
+    base, data = config.folder / "base", config.folder / "data"
     if not base.exists():
-        unfinished = folder / "base.unfinished"
+        unfinished = config.folder / "base.unfinished"
         build_base(unfinished, seed=config.seed, steps=config.teaching_steps, vision=config.vision)
         unfinished.rename(base)
     problems = sums(seed=config.seed)
-    data = folder / "data"
     data.mkdir(exist_ok=True)
     for name, chosen in {"test": problems[:30], "dev": problems[30:40], "train": problems[40:]}.items():
         write_problems(data / f"{name}.jsonl", chosen)
 
-    train = ["--base-model", base, "--data", data / "train.jsonl", "--run-name", folder.name]
-    train += ["--max-steps", config.steps, "--max-prompt-tokens", 64, "--max-tokens", 64, "--learning-rate", "5e-4"]
-    train += ["--seed", config.seed, "--swanlab-mode", "offline"]
-    _script("train.py", *train, *(["--resume"] if (folder / "config.json").exists() else []))
-    _script(
-        "eval.py",
-        "--run",
-        folder,
-        "--dataset-path",
-        data / "test.jsonl",
-        "--max-prompt-tokens",
-        64,
-        "--max-tokens",
-        128,
-    )
-    _script("analyse.py", "--runs", folder, "--report")
-    _say_what_happened(folder, config.steps)
+
+def _train(config: TinyConfig, folder: Path, *extra: object, seed: int) -> None:
+    arguments = ["--base-model", config.folder / "base", "--data", config.folder / "data" / "train.jsonl"]
+    arguments += ["--run-name", folder.name, "--max-steps", config.steps, "--seed", seed]
+    arguments += ["--max-prompt-tokens", 64, "--max-tokens", 64, "--learning-rate", "5e-4"]
+    arguments += ["--swanlab-mode", "offline", *extra]
+    _script("train.py", *arguments, *(["--resume"] if (folder / "config.json").exists() else []))
+
+
+def _evaluate(config: TinyConfig, folder: Path, *extra: object) -> None:
+    test = config.folder / "data" / "test.jsonl"
+    limits = ["--max-prompt-tokens", 64, "--max-tokens", 128]
+    _script("eval.py", "--run", folder, "--dataset-path", test, *limits, *extra)
 
 
 def _script(name: str, *arguments: object) -> None:
@@ -262,5 +289,14 @@ def _say_what_happened(folder: Path, steps: int) -> None:
     print(f"Open {folder / 'figures' / 'report.html'} for the figures and what they support.")
 
 
+def main() -> None:
+    """Run the miniature, or the comparison."""
+    config = tyro.cli(TinyConfig, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    if config.compare:
+        run_comparison(config)
+    else:
+        run(config)
+
+
 if __name__ == "__main__":
-    run(tyro.cli(TinyConfig, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
+    main()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from tqdm import tqdm, trange
@@ -29,6 +29,7 @@ from checkpoint import (
     newest_good_checkpoint,
     save_checkpoint,
     sha256,
+    write_rollouts,
 )
 from data import Problem, ProblemStream, read_problems, write_whole
 from loss import LossConfig
@@ -67,6 +68,8 @@ class TrainConfig:
     save_every: int = 20
     """Steps between checkpoints; the last step is always saved."""
     seed: int = 42
+    save_rollouts: Literal["all", "none"] = "all"
+    """Keep each step's completions in runs/NAME/rollouts; `analyse.py --replay` scores them again."""
     swanlab_mode: SwanlabMode = "online"
     sampler_memory_fraction: float = 0.4
     """Share of the GPU's memory that vLLM may take."""
@@ -237,6 +240,8 @@ def train(setup: Setup, grader: Grader) -> None:
                 divide_by_std=config.loss.objective.divide_by_std,
             )
             collected = time.perf_counter()
+            if config.save_rollouts == "all":
+                write_rollouts(config.folder / "rollouts" / f"step-{step:06d}.parquet", groups)
             if config.sampler_sleep:
                 sampler.sleep()
             updates = policy.update(groups, config.loss, max_tokens=config.sampling.max_tokens)
@@ -325,6 +330,7 @@ def _refuse_changes(path: Path, record: dict[str, Any]) -> None:
 
 FREE_ON_RESUME = {
     "max_steps",
+    "save_rollouts",
     "save_every",
     "resume",
     "swanlab_mode",

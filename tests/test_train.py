@@ -86,7 +86,7 @@ def test_bad_settings_are_refused_in_one_sentence(in_folder, tiny_base, monkeypa
         ('{"id": "x", "question": "What', "train.jsonl, line 101: not JSON"),
         ('{"id": "x", "question": "", "answer": "1"}', "train.jsonl, line 101: question must be"),
         ('{"id": "x", "question": "Why?", "answer": " "}', "train.jsonl, line 101: answer must be"),
-        (r'{"id": "x", "question": "Why?", "answer": "\\frac{1}{"}', "train.jsonl, line 101: reference answer"),
+        (r'{"id": "x", "question": "Why?", "answer": "\\frac{1}{"}', "train.jsonl, line 101: the reference answer"),
     ],
 )
 def test_bad_data_is_refused_by_file_and_line(in_folder, tiny_base, monkeypatch, capfd, line, message):
@@ -132,7 +132,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(in_folder, tiny_base, monke
     assert metrics("whole") == metrics("parts")
     assert [line["step"] for line in metrics("whole")] == [1, 2, 3]
     assert all(line["gspo/normalization_sequences"] == 12 for line in metrics("whole"))
-    assert all(line["gspo/gap_mean"] < 0.01 for line in metrics("whole") if not line["gspo/skipped"])
+    assert all(line["gap/token_mean"] < 0.01 for line in metrics("whole") if line["gspo/train_sequences"])
+    rollouts = [sorted(Path("runs", name, "rollouts").iterdir()) for name in ("whole", "parts")]
+    assert [path.read_bytes() for path in rollouts[0]] == [path.read_bytes() for path in rollouts[1]]
     for file in ("adapter_model.safetensors", "optimizer.safetensors"):
         ends = [Path("runs", name, "checkpoints/step-000003", file).read_bytes() for name in ("whole", "parts")]
         assert ends[0] == ends[1]
