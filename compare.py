@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tyro
 
-from analyse import moving_average, read_metrics
+from analyse import RUN_STYLES, moving_average, read_metrics
 from estimates import Estimate, Floats
 from results import read_evaluation, summarise
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LAST_STEPS = 10
-STYLES = ["-", "--", "-.", ":"]
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"]
 MAY_DIFFER = {"loss", "seed", "run_name", "resume", "save_every", "swanlab_mode", "save_rollouts"}
 
 
@@ -148,7 +146,7 @@ def compare_figure(runs: dict[str, list[MatchedRun]]) -> Figure:
     steps = next(iter(runs.values()))[0].metrics["step"]
     window = 1 + 2 * (len(steps) // 20)
     for axes, (title, key) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        for (name, group), style, colour in zip(runs.items(), STYLES, COLOURS, strict=False):
+        for (name, group), (colour, style) in zip(runs.items(), RUN_STYLES, strict=False):
             curves = np.stack([moving_average(run.metrics[key], window) for run in group])
             axes.fill_between(steps, curves.min(0), curves.max(0), color=colour, alpha=0.2, linewidth=0)
             axes.plot(steps, curves.mean(0), style, color=colour, linewidth=2, label=f"{name}, {len(group)} seeds")

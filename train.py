@@ -222,6 +222,8 @@ def train(setup: Setup, grader: Grader) -> None:
         if setup.checkpoint:
             policy.load(setup.checkpoint)
         tqdm.write(policy.coverage())
+        if config.loss.old_logprobs == "policy" and config.loss.mini_batches == 1:
+            tqdm.write("the old policy is the policy itself, once a batch: every ratio is exactly 1, nothing clips")
         for step in trange(state.step + 1, config.max_steps + 1, desc=config.run_name, dynamic_ncols=True):
             started = time.perf_counter()
             sampler.wake()
@@ -308,10 +310,9 @@ def _record(config: TrainConfig, fingerprint: str, *, num_problems: int, num_lef
         "versions": {"python": platform.python_version()} | {p: installed[p] for p in packages if p in installed},
         "sampling_logprobs": "vLLM, bfloat16, of the distribution sampled from (processed_logprobs)",
         "policy_logprobs": "PyTorch and PEFT, bfloat16 base, float32 adapter, at the same temperature",
-        "old_policy": "the sampler: sampling_logprobs are the ratio's denominator",
-        "averaging": "each sequence's log-ratio is the mean over its completion tokens, the end token included",
-        "clipping": "each sequence's ratio as a whole; a clipped sequence gives no gradient",
-        "denominator": f"{config.sequences_per_step} sequences, those of degenerate groups included",
+        "old_policy": f"the ratio's denominator: {config.loss.old_logprobs}",
+        "objective": asdict(config.loss.objective),
+        "averaging": "over completion tokens, the end token included; degenerate groups count in every denominator",
     }
 
 

@@ -1,0 +1,110 @@
+"""What a step reports, against numbers worked by hand, and where it goes."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from metrics import MetricsLog, TimeMetrics, step_metrics
+from policy import UpdateResult
+
+TIME = TimeMetrics(sync_seconds=0.5, rollout_seconds=2.0, update_seconds=1.0, step_seconds=3.5)
+
+
+def result(log_ratios, *, clipped, engine=None):
+    log_ratios = torch.tensor(log_ratios)
+    engine = log_ratios if engine is None else torch.tensor(engine)
+    return UpdateResult(
+        loss=0.5,
+        grad_norm=2.0,
+        advantages=torch.tensor([1.5, -0.5, -0.5]),
+        num_tokens=torch.tensor([10, 20, 30]),
+        num_clipped_tokens=torch.tensor(clipped),
+        log_ratios=log_ratios,
+        engine_log_ratios=engine,
+        update_log_ratios=log_ratios - engine,
+        token_gaps=torch.tensor([0.1, -0.1, 0.0, 0.2]),
+        entropies=torch.tensor([1.0, 3.0]),
+    )
+
+
+def test_a_steps_numbers_equal_those_worked_by_hand(make_group):
+    groups = [make_group([1, 0, 0]), make_group([1, 1, 1], seed=1)]
+    flat = step_metrics(7, groups, [result([0.1, -0.2, 0.4], clipped=[0, 20, 15])], TIME).flat()
+    expected = {
+        "step": 7,
+        "reward/accuracy": 4 / 6,
+        "reward/format_rate": 4 / 6,
+        "reward/degenerate_groups": 1,
+        "verdict/correct": 4,
+        "verdict/no_box": 2,
+        "rollout/completion_tokens": 5.0,
+        "gspo/loss": 0.5,
+        "gspo/seq_ratio_mean": (math.exp(0.1) + math.exp(-0.2) + math.exp(0.4)) / 3,
+        "gspo/sequence_clip_fraction": 1 / 3,
+        "gspo/token_clip_fraction": 35 / 60,
+        "gspo/entropy": 2.0,
+        "gspo/train_sequences": 3,
+        "gspo/normalization_sequences": 6,
+        "gspo/optimizer_steps": 1,
+        "gap/token_mean": 0.1,
+        "gap/token_max": 0.2,
+        "gap/kl": (math.exp(0.1) + math.exp(-0.1) + 1 + math.exp(0.2) - 4 - 0.2) / 4,
+        "positive/train_sequences": 1,
+        "positive/clip_fraction": 0.0,
+        "positive/log_ratio_mean": 0.1,
+        "negative/train_sequences": 2,
+        "negative/clip_fraction": 0.5,
+        "negative/log_ratio_mean": 0.1,
+        "negative/log_ratio_std": 0.3,
+        "negative/update_log_ratio_mean": 0.0,
+        "time/step_seconds": 3.5,
+    }
+    assert {key: flat[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+    assert not any(key.startswith("mini_batch") for key in flat)
+
+
+def test_log_ratios_are_split_into_the_engines_gap_and_the_policys_movement(make_group):
+    steps = [
+        result([0.1, -0.2, 0.4], clipped=[0, 0, 0]),
+        result([0.3, 0.0, 0.0], clipped=[10, 0, 0], engine=[0.1, -0.2, 0.4]),
+    ]
+    flat = step_metrics(1, [make_group([1, 0, 0])] * 2, steps, TIME).flat()
+    assert flat["positive/engine_log_ratio_mean"] == pytest.approx(0.1)
+    assert flat["positive/update_log_ratio_mean"] == pytest.approx(0.1)  # 0 and 0.2
+    assert flat["negative/update_log_ratio_mean"] == pytest.approx(-0.05)  # 0, 0, 0.2 and -0.4
+    assert flat["mini_batch/2/sequence_clip_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_step_in_which_nothing_was_trained_says_so(make_group):
+    metrics = step_metrics(3, [make_group([0, 0])], [], TIME)
+    flat = metrics.flat()
+    assert flat["gspo/loss"] is flat["gap/kl"] is flat["positive/clip_fraction"] is None
+    assert (flat["gspo/train_sequences"], flat["gspo/normalization_sequences"]) == (0, 2)
+    assert "skipped: every group was degenerate" in metrics.summary()
+
+
+def test_the_log_keeps_one_line_a_step_and_drops_what_a_resumed_run_writes_again(make_group, tmp_path):
+    def write(after_step, steps):
+        with MetricsLog(tmp_path, after_step=after_step, mode="disabled", swanlab_id=None, config={}) as log:
+            for step in steps:
+                log.write(step_metrics(step, [make_group([1, 0, 0])], [], TIME))
+
+    write(0, [1, 2, 3])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    write(2, [3, 4])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_without_a_login_swanlab_records_offline_with_one_line_of_notice(make_group, tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with MetricsLog(tmp_path, after_step=0, mode="online", swanlab_id=None, config={"seed": 1}) as log:
+        log.write(step_metrics(1, [make_group([1, 0, 0])], [], TIME))
+        assert log.swanlab_id
+    assert capfd.readouterr().out.count("SwanLab is not reachable") == 1
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    assert any((tmp_path / "swanlog").iterdir())
