@@ -5,6 +5,7 @@ The field paths of `StepMetrics` are the logged keys (`reward/accuracy`, `gspo/l
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -326,6 +327,9 @@ def _start_swanlab(folder: Path, mode: SwanlabMode, swanlab_id: str | None, conf
     except ImportError:
         tqdm.write("SwanLab is not installed; metrics.jsonl has everything")
         return None
+    if mode == "local" and not importlib.util.find_spec("swanboard"):
+        tqdm.write("SwanLab's local mode needs `swanlab[dashboard]`, which is not installed; it records offline")
+        mode = "offline"
     options = {"project": "gspo", "name": folder.name, "config": config, "log_dir": str(folder / "swanlog")}
     if mode == "online":
         try:

@@ -226,6 +226,8 @@ class SamplerConfig:
     """Completions decoded at once."""
     memory_fraction: float = 0.4
     """Share of the GPU's memory that vLLM may take; ignored on a CPU."""
+    may_sleep: bool = False
+    """Let `sleep` hand the GPU's memory over between rollouts; ignored on a CPU."""
 
 
 class Sampler:
@@ -264,7 +266,8 @@ class Sampler:
             max_loras=1,
             logprobs_mode="processed_logprobs",  # the default ignores the temperature
             enable_prefix_caching=False,
-            enable_sleep_mode=on_gpu,
+            mamba_ssm_cache_dtype="float32",  # a recurrent state in bfloat16 drifts from the trainer's
+            enable_sleep_mode=config.may_sleep and on_gpu,
             enforce_eager=not on_gpu,
             language_model_only=True,
             skip_mm_profiling=True,
@@ -274,6 +277,7 @@ class Sampler:
         )
         self._tokenizer = self._llm.get_tokenizer()
         self._adapter: Any = None
+        self._asleep = False
 
     def __enter__(self) -> Sampler:
         """Return the running sampler."""
@@ -377,14 +381,16 @@ class Sampler:
             self._adapter = None
 
     def sleep(self) -> None:
-        """Hand the GPU's memory over: weights go to the host, the KV cache is dropped. No effect on a CPU."""
+        """Hand the GPU's memory over, if the sampler may: weights go to the host, the KV cache is dropped."""
         if self.engine.llm_engine.model_config.enable_sleep_mode:
             self.engine.sleep(level=1)
+            self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory back; the adapter has to be loaded again. No effect on a CPU."""
-        if self.engine.llm_engine.model_config.enable_sleep_mode:
+        """Take the memory back after `sleep`; the adapter has to be loaded again."""
+        if self._asleep:
             self.engine.wake_up()
+            self._asleep = False
 
     def _completion(self, output: Any) -> Completion:
         token_ids = list(output.token_ids)

@@ -292,10 +292,11 @@ def _say_what_happened(folder: Path, steps: int) -> None:
 def main() -> None:
     """Run the miniature, or the comparison."""
     config = tyro.cli(TinyConfig, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    if config.compare:
-        run_comparison(config)
-    else:
-        run(config)
+    try:
+        run_comparison(config) if config.compare else run(config)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command continues")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -206,8 +206,9 @@ def train(setup: Setup, grader: Grader) -> None:
                 revision=config.policy.revision,
                 lora_rank=config.policy.lora_rank,
                 max_model_len=config.sampling.max_prompt_tokens + config.sampling.max_tokens,
-                max_num_seqs=config.sequences_per_step,
+                max_num_seqs=min(config.sequences_per_step, 256),
                 memory_fraction=config.sampler_memory_fraction,
+                may_sleep=config.sampler_sleep,
             )
         ) as sampler,
         MetricsLog(
@@ -244,8 +245,7 @@ def train(setup: Setup, grader: Grader) -> None:
             collected = time.perf_counter()
             if config.save_rollouts == "all":
                 write_rollouts(config.folder / "rollouts" / f"step-{step:06d}.parquet", groups)
-            if config.sampler_sleep:
-                sampler.sleep()
+            sampler.sleep()
             updates = policy.update(groups, config.loss, max_tokens=config.sampling.max_tokens)
             ended = time.perf_counter()
             log.write(
@@ -359,8 +359,12 @@ def main() -> None:
             sys.exit(2)
         if setup.state.step >= config.max_steps:
             print(f"{config.folder} has its {setup.state.step} steps already; raise --max-steps to go on")
-        else:
+            return
+        try:
             train(setup, grader)
+        except KeyboardInterrupt:
+            print("\ninterrupted: the same command with --resume continues from the newest checkpoint")
+            sys.exit(130)
 
 
 if __name__ == "__main__":
