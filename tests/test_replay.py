@@ -1,0 +1,223 @@
+"""Gradients and their parts in float64 against the policy's own update; runs on disk as the loop leaves them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train
+from checkpoint import TrainState, base_fingerprint, save_checkpoint, write_rollouts
+from loss import Algorithm, LossConfig, StepTotals, policy_loss
+from policy import Policy, PolicyConfig, micro_batches
+from replay import _choose_step, compare, format_replay, replay
+from rollout import SamplingConfig, group_advantages
+
+ALGORITHMS: list[Algorithm] = ["gspo", "gspo-token", "grpo", "dr-grpo", "dapo"]
+POLICY = {"lora_rank": 4, "lora_alpha": 8, "learning_rate": 1e-2, "gradient_checkpointing": False}
+
+
+def shake(policy):
+    """Move B away from 0, so that A has a gradient too."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            if ".lora_B." in name:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_base):
+    """Return a float64 policy, which no test changes."""
+    policy = Policy(PolicyConfig(base_model=str(tiny_base), **POLICY), seed=0)
+    policy.model.double()
+    shake(policy)
+    return policy
+
+
+@pytest.fixture
+def groups(policy, make_group):
+    """Return two groups that teach and one that does not, sampled by an engine a little off the policy."""
+    generator = torch.Generator().manual_seed(0)
+    groups = [make_group([1, 0, 0], seed=1), make_group([1, 1, 0], lengths=[9, 4, 12], seed=2)]
+    logprobs = {}
+    for batch in micro_batches(groups, max_tokens=10_000):
+        for row, values in enumerate(policy.token_logprobs(batch)[0].detach()):
+            logprobs[tuple(batch.input_ids[row].tolist())] = values[batch.completion_mask[row]]
+    rollouts = []
+    for group in groups:
+        for rollout in group.rollouts:
+            ids = (*group.prompt_ids, *rollout.completion.token_ids)
+            (own,) = (
+                values for key, values in logprobs.items() if key[: len(ids)] == ids and not any(key[len(ids) :])
+            )
+            gaps = 0.3 * torch.randn(len(own), generator=generator)
+            completion = replace(rollout.completion, logprobs=(own + gaps).tolist())
+            rollouts.append(replace(rollout, completion=completion))
+    first, second = replace(groups[0], rollouts=rollouts[:3]), replace(groups[1], rollouts=rollouts[3:])
+    return [first, make_group([1, 1, 1], seed=3), second]
+
+
+def gradient_of(policy, groups, algorithm, totals, keep=lambda rollout: True):
+    """Return the gradient that the kept rollouts alone give to a step with these totals."""
+    objective = LossConfig(algorithm=algorithm).objective
+    kept = []
+    for group in groups:
+        advantages = group_advantages(
+            [rollout.score.reward for rollout in group.rollouts], divide_by_std=objective.divide_by_std
+        )
+        rollouts = [replace(r, advantage=a) for r, a in zip(group.rollouts, advantages, strict=True)]
+        kept.append(replace(group, rollouts=[rollout for rollout in rollouts if keep(rollout)]))
+    policy.optimizer.zero_grad()
+    for batch in micro_batches(kept, max_tokens=10_000):
+        logprobs, _ = policy.token_logprobs(batch)
+        output = policy_loss(
+            logprobs, batch.sampling_logprobs, batch.completion_mask, batch.advantages,
+            objective=objective, totals=totals,
+        )  # fmt: skip
+        output.loss.backward()
+    return torch.cat([parameter.grad.flatten().double() for parameter in policy.parameters.values()])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr-grpo"])
+def test_parts_add_up_to_the_whole_and_supply_their_projection_on_it(policy, groups, algorithm):
+    totals = StepTotals(num_sequences=9, num_tokens=3 + 5 + 7 + 9 + 4 + 12 + 3 + 5 + 7, max_tokens=20)
+    whole = gradient_of(policy, groups, algorithm, totals)
+    result = compare(policy, groups, [algorithm], 20)
+    (scored,) = result.scored
+    assert scored.grad_norm == pytest.approx(float(whole.norm()), rel=1e-9)
+    assert result.parts == {  # quarters of 3 4 5 7 9 12 end at 4.25, 6 and 8.5
+        "3 to 4 tokens": [3, 4], "5 to 5 tokens": [5], "7 to 7 tokens": [7], "9 to 12 tokens": [9, 12],
+        "positive advantages": [3, 9, 4], "negative advantages": [5, 7, 12],
+    }  # fmt: skip
+
+    def length_within(low, high):
+        return lambda rollout: low <= len(rollout.completion.token_ids) <= high
+
+    by_length = [length_within(3, 4), length_within(5, 5), length_within(7, 7), length_within(9, 12)]
+    by_sign = [lambda rollout: rollout.advantage > 0, lambda rollout: rollout.advantage < 0]
+    parts = [gradient_of(policy, groups, algorithm, totals, keep) for keep in by_length + by_sign]
+    for cut in (parts[:4], parts[4:]):
+        torch.testing.assert_close(sum(cut), whole, rtol=1e-9, atol=1e-15)
+    assert scored.shares is not None
+    expected = [float(part @ whole / (whole @ whole)) for part in parts]
+    assert [scored.shares[part] for part in result.parts] == pytest.approx(expected, rel=1e-9)
+
+
+def test_gspo_is_what_the_policys_own_update_would_apply(policy, groups):
+    policy.optimizer.step = lambda: None
+    (update,) = policy.update(groups, LossConfig(), max_tokens=20)
+    own = torch.cat([parameter.grad.flatten() for parameter in policy.parameters.values()])
+    before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
+    (scored,) = compare(policy, groups, ["gspo"], 20).scored
+    assert scored.loss == pytest.approx(update.loss, rel=1e-9)
+    assert scored.grad_norm == pytest.approx(update.grad_norm, rel=1e-9)
+    clipped = (update.num_clipped_tokens == update.num_tokens).tolist()
+    assert 0 < scored.sequence_clip_fraction == sum(clipped) / 6 < 1
+    assert scored.token_clip_fraction == pytest.approx(int(update.num_clipped_tokens.sum()) / 40)
+    totals = StepTotals(num_sequences=9, num_tokens=55, max_tokens=20)
+    torch.testing.assert_close(gradient_of(policy, groups, "gspo", totals), own, rtol=1e-9, atol=1e-15)
+    assert all(torch.equal(before[name], parameter) for name, parameter in policy.parameters.items())
+
+
+def test_shares_sum_to_one_and_an_objective_is_parallel_to_itself(policy, groups):
+    result = compare(policy, groups, ALGORITHMS, 20)
+    for index, scored in enumerate(result.scored):
+        assert scored.shares is not None
+        shares = list(scored.shares.values())
+        assert sum(shares) == pytest.approx(2, rel=1e-9)
+        signs = scored.shares["positive advantages"] + scored.shares["negative advantages"]
+        assert signs == pytest.approx(1, rel=1e-9)
+        assert result.cosines[index][index] == pytest.approx(1, rel=1e-9)
+        assert result.cosines[index] == pytest.approx([row[index] for row in result.cosines], rel=1e-9)
+    assert result.cosines[0][1] == pytest.approx(1, rel=1e-9)  # gspo and gspo-token
+    assert result.cosines[0] != pytest.approx([1] * 5, abs=1e-3)
+    text = format_replay(result)
+    assert "at the first optimizer step the ratio is only the gap between the engines" in " ".join(text.split())
+    assert all(len(line) == len(text.splitlines()[2]) for line in text.splitlines() if line.startswith("|"))
+
+
+def test_a_gradient_of_zero_has_neither_shares_nor_cosines(policy, make_group):
+    group = make_group([1, 0])
+    far = [
+        replace(r, completion=replace(r.completion, logprobs=[-99.0 if r.advantage > 0 else -1e-3] * n))
+        for r, n in zip(group.rollouts, (3, 5), strict=True)
+    ]  # far above what was sampled where the advantage is positive, far below where it is negative: all clipped
+    result = compare(policy, [replace(group, rollouts=far)], ["gspo"], 20)
+    assert (result.scored[0].grad_norm, result.scored[0].shares, result.cosines) == (0, None, [[None]])
+    assert result.scored[0].sequence_clip_fraction == 1
+    assert "| cosine with gspo" in format_replay(result)
+
+
+def test_a_step_that_teaches_nothing_is_refused(policy, make_group):
+    with pytest.raises(ValueError, match="every group of this step is degenerate"):
+        compare(policy, [make_group([1, 1])], ["gspo"], 20)
+
+
+@pytest.fixture
+def run(tiny_base, tiny_problems, make_group, tmp_path):
+    """Return a run with the rollouts of steps 1 to 4 and the checkpoint of step 2."""
+    config = train.TrainConfig(
+        policy=PolicyConfig(base_model=str(tiny_base), **POLICY),
+        sampling=SamplingConfig(group_size=2, max_prompt_tokens=64, max_tokens=20),
+        data=tiny_problems,
+    )
+    fingerprint = base_fingerprint(tiny_base)
+    record = train._record(config, fingerprint, num_problems=1, num_left_out=0)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(record))
+    for step in range(1, 5):
+        group = replace(make_group([1, 0], seed=step), policy_version=step - 1)
+        write_rollouts(run / "rollouts" / f"step-{step:06d}.parquet", [group])
+    policy = Policy(config.policy, seed=config.seed)
+    shake(policy)
+    state = TrainState(
+        step=2, problems_taken=2, seed=42, base_model=str(tiny_base), base_fingerprint=fingerprint, swanlab_id=None
+    )
+    save_checkpoint(run / "checkpoints" / "step-000002", policy, state)
+    return run
+
+
+def test_a_step_is_replayed_at_the_weights_that_sampled_it(run, tiny_base, make_group):
+    weights = Policy(PolicyConfig(base_model=str(tiny_base), **POLICY), seed=42)
+    fresh = compare(weights, [make_group([1, 0], seed=1)], ["grpo"], 20)
+    shake(weights)
+    moved = compare(weights, [replace(make_group([1, 0], seed=3), policy_version=2)], ["grpo"], 20)
+    assert replay(run, algorithms=["grpo"]) == moved  # the newest with a checkpoint before it
+    assert replay(run, algorithms=["grpo"], step=1) == fresh
+    assert (moved.step, fresh.step) == (3, 1)
+
+
+def test_what_is_missing_is_named_in_one_sentence(run, tmp_path, tiny_base):
+    def refusal(run, *, algorithms=("gspo",), **choices):
+        with pytest.raises(ValueError, match=r"^[^\n]+$") as refused:
+            replay(run, algorithms=algorithms, **choices)
+        return str(refused.value)
+
+    can = "steps that can be replayed: 1, 3"
+    assert refusal(run, step=4) == f"{run} has no checkpoint of the step before; {can}"
+    assert refusal(run, step=9) == f"{run} has no rollouts of step 9; {can}"
+    assert "no objective is called 'ppo'; choose from gspo, gspo-token, grpo" in refusal(
+        run, algorithms=["grpo", "ppo"]
+    )
+    assert "no objective is called ''; choose" in refusal(run, algorithms=[])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_bytes((tiny_base / "config.json").read_bytes())
+    assert "does not hold the weights" in refusal(run, base_model=str(tmp_path / "other"))
+    assert "no readable config.json" in refusal(tmp_path)
+    (run / "checkpoints/step-000002/adapter_model.safetensors").write_bytes(b"")
+    assert "is damaged" in refusal(run)
+    for path in (run / "rollouts").iterdir():
+        path.unlink()
+    assert "has no stored rollouts to replay; was it trained with --save-rollouts none?" in refusal(run)
+
+
+def test_without_a_checkpoint_the_first_step_is_the_default(tmp_path):
+    for step in (1, 2):
+        (tmp_path / "rollouts").mkdir(exist_ok=True)
+        (tmp_path / "rollouts" / f"step-{step:06d}.parquet").touch()
+    assert _choose_step(tmp_path, None) == (tmp_path / "rollouts/step-000001.parquet", None)
+    (tmp_path / "rollouts/step-000001.parquet").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint of the step before; steps that can be replayed: none"):
+        _choose_step(tmp_path, None)
