@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +39,6 @@ def mean_gap(policy, groups):
 
 def teach(group):
     """Return the group with rewards that differ, so that micro_batches keeps it."""
-    from dataclasses import replace
-
     return replace(group, rollouts=[replace(r, advantage=float(n + 1)) for n, r in enumerate(group.rollouts)])
 
 
@@ -112,7 +112,7 @@ def test_an_unchanged_llama_checkpoint_is_sampled_and_trained(tmp_path):
     tokenizer.chat_template = "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
     tokenizer.save_pretrained(base)
     torch.manual_seed(0)
-    LlamaForCausalLM(
+    model: Any = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=384,
             hidden_size=64,
@@ -123,7 +123,8 @@ def test_an_unchanged_llama_checkpoint_is_sampled_and_trained(tmp_path):
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
         )
-    ).to(torch.bfloat16).save_pretrained(base)
+    )
+    model.to(torch.bfloat16).save_pretrained(base)
     assert json.loads((base / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     policy = policy_with_large_b(base)
     policy.save_adapter(tmp_path / "adapter")

@@ -205,8 +205,10 @@ def test_mismatch_weights_are_truncated_means_never_exp_of_a_sum():
     sampling = OLD - torch.tensor([[0.0, 0.3, 0.9, 0.0], [0.1, 0.3, 0.0, 0.0], [0.0, -0.5, -0.1, 0.0]], dtype=f64)
     assert mismatch_weights("none", OLD, sampling, MASK) is None
     sequence = mismatch_weights("sequence", OLD, sampling, MASK)
+    assert sequence is not None
     assert sequence[:, 0].tolist() == pytest.approx([math.exp(0.4), math.exp(0.2), math.exp(-0.3)], abs=1e-12)
     token = mismatch_weights("token", OLD, sampling, MASK)
+    assert token is not None
     assert token[0, 1:].tolist() == pytest.approx([math.exp(0.3), 2.0, 1.0], abs=1e-12)  # exp(0.9) truncated
     weighted, _ = loss_of(OBJECTIVES["gspo"], weights=sequence)
     terms = [math.exp(0.07) * 0.5 * math.exp(0.4), 1.2 * 2.0 * math.exp(0.2), 0.9 * -1.0 * math.exp(-0.3)]

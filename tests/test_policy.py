@@ -28,10 +28,10 @@ def make_policy(base, **settings):
     return policy
 
 
-def update(policy, groups, **choices):
+def update(policy, groups, *, epsilon_low=0.999, epsilon_high=1e9, **choices):
     """Take the optimizer steps of a rollout batch, by default without clipping."""
-    choices = {"epsilon_low": 0.999, "epsilon_high": 1e9} | choices
-    return policy.update(groups, LossConfig(**choices), max_tokens=100)
+    config = LossConfig(epsilon_low=epsilon_low, epsilon_high=epsilon_high, **choices)
+    return policy.update(groups, config, max_tokens=100)
 
 
 def gradients(policy, groups, **choices):
