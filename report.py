@@ -239,10 +239,14 @@ def _conclusions(comparison: Comparison) -> Iterator[str]:
             )
         else:
             least = comparison.detectable(measure)[2]
+            unseen = (
+                f"a true difference below {measure.show(least)} {measure.unit} would often go unnoticed."
+                if least > 1e-9
+                else "with problems that all agree, the data do not say how large a difference would be seen."
+            )
             yield (
                 f"**{title}: no change is supported.** The largest difference from {base} is {largest}. This does "
-                f"not show that nothing changed: a true difference below {measure.show(least)} {measure.unit} "
-                "would often go unnoticed."
+                f"not show that nothing changed: {unseen}"
             )
     for again in comparison.base[1:]:
         gaps = ", ".join(
