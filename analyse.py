@@ -66,7 +66,12 @@ def read_evaluations(folder: Path) -> list[Evaluation]:
                     f"{first} and {path} cannot be compared: {what} {theirs} against {ours}; keep them in two "
                     "folders"
                 )
-    return sorted((e for _, e in finished), key=lambda e: (e.header.step, e.header.label, e.header.repeat))
+    return sorted((e for _, e in finished), key=_place)
+
+
+def _place(evaluation: Evaluation) -> tuple[int, bool, str, int]:
+    header = evaluation.header
+    return header.step, header.label != "base", header.label, header.repeat
 
 
 def read_metrics(run: Path) -> dict[str, Floats]:

@@ -106,12 +106,13 @@ def rate_interval(totals: Floats, counts: Floats, *, k: int = 1) -> tuple[Floats
 
     Covers what `mean_interval` covers. Near 0 or 1 the bootstrap alone is too narrow, because it knows no
     problem that is not among the P. Its ends are therefore moved out to Wilson's interval for as many
-    independent trials as would vary as the problems do, at most sum(counts) / k where a trial takes k draws.
-    For one yes or no a problem (k = n) that is the plain proportion's interval, Wilson's with P trials.
+    independent trials as would vary as the problems do, at most sum(counts) / k where a trial takes k draws
+    (an average over samples of k of n varies at most k / n times as much as one of them: Hoeffding 1948). For
+    one yes or no a problem (k = n) that is about the plain proportion's interval, Wilson's with P trials.
 
     Measured on 1,000 simulated benchmarks of 30 x 12 (tests/test_estimates.py): Average@12 is covered 92 % to
-    98 % of the time at every difficulty tried. pass@k for 1 < k < n is covered that well around the middle,
-    but less where it nears 100 %, as the few problems that decide it may all be missing from the sample.
+    98 % of the time at every difficulty tried, where the plain percentile bootstrap falls to 86 %. pass@k is
+    covered at least 92 % of the time, and nearly always where it is close to 100 %.
     """
     num_problems = totals.shape[-1]
     count = counts.sum(-1)

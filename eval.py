@@ -147,13 +147,12 @@ def prepare(config: EvalConfig) -> Plan:
                 f"{config.dataset_path}, problem {problem.id!r}: its prompt has {len(prompt)} tokens; raise "
                 "--max-prompt-tokens"
             )
+    project = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["project"]
     targets = []
     for label, checkpoint in checkpoints.items():
         folder = checkpoint.folder if checkpoint else None
         header = EvalHeader(
-            suite_version=tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["project"][
-                "version"
-            ],
+            suite_version=project["version"],
             engine=_engine_version(),
             label=label,
             step=checkpoint.step if checkpoint else 0,
@@ -179,7 +178,7 @@ def prepare(config: EvalConfig) -> Plan:
         base_model=base_model,
         revision=revision,
         lora_rank=settings.get("lora_rank"),
-        max_model_len=config.max_prompt_tokens + config.max_tokens,
+        max_model_len=max(map(len, prompts)) + config.max_tokens,
         max_num_seqs=config.max_num_seqs,
         memory_fraction=config.sampler_memory_fraction,
     )
@@ -255,8 +254,8 @@ def evaluate(config: EvalConfig, *, sampler: Sampler | None = None) -> list[Eval
     Writes each evaluation's file, and its summary as readable JSON beside it.
 
     Args:
-        config: what, on which problems, how. sampler: a running engine to use; it must suit the config. By
-        default one is started if any problem is open.
+        config: what, on which problems, how.
+        sampler: a running engine that suits the config; by default one is started if any problem is open.
     """
     plan = prepare(config)
     with Grader() as grader:
@@ -308,9 +307,7 @@ def carry_out(plan: Plan, grader: Grader, sampler: Sampler | None = None) -> lis
     evaluations = [read_evaluation(target.output) for target in plan.targets]
     for target, evaluation in zip(plan.targets, evaluations, strict=True):
         summary = json.dumps(asdict(summarise(evaluation)))
-        summary = json.loads(
-            summary, parse_constant=lambda nan: None
-        )  # what is undefined is null, as JSON has no NaN
+        summary = json.loads(summary, parse_constant=lambda nan: None)  # JSON has no NaN; null is undefined
         write_whole(target.output.with_suffix(".summary.json"), json.dumps(summary, indent=2) + "\n")
     return evaluations
 

@@ -130,7 +130,7 @@ class StepMetrics:
 
     def flat(self) -> dict[str, Any]:
         """Return the logged form: `reward/accuracy`, `gspo/loss`, ..."""
-        return dict(_flatten(asdict(self)))
+        return dict(flatten(asdict(self)))
 
     def summary(self) -> str:
         """Return the step in one line for the terminal."""
@@ -146,10 +146,11 @@ class StepMetrics:
         )
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dictionaries, each under its path: `reward/accuracy`."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}/")
+            yield from flatten(value, f"{prefix}{name}/")
         else:
             yield prefix + name, value
 

@@ -270,7 +270,7 @@ _read_reference = lru_cache(maxsize=4096)(lambda text: _read(text, is_reference=
 def _core(text: str) -> tuple[str, bool]:
     """Take the value out of its name, label, unit and brackets, and say whether it was a percentage."""
     text = _unwrap(_TAIL.sub("", _LEAD.sub("", text)))
-    text = _CHOICE.sub("", text)
+    text = _LEAD.sub("", _CHOICE.sub("", text))
     if len(sides := re.split(r"\\(equiv|approx)(?![A-Za-z])", text, maxsplit=1)) > 1:
         left, sign, right = sides
         with suppress(_UnreadableError):
@@ -283,7 +283,7 @@ def _core(text: str) -> tuple[str, bool]:
     if len(parts) > 1:
         return _solved(parts)
     if (label := _LABEL.match(text)) and not _HEDGE.search(label[1]):
-        text = text[label.end() :]
+        text = _LEAD.sub("", text[label.end() :])
     text = _unwrap(text)
     words = re.sub(r"\\text|[^a-z]", "", text.lower())
     sign = "-" if words.startswith(("minus", "negative")) else ""

@@ -33,7 +33,7 @@ from checkpoint import (
 )
 from data import Problem, ProblemStream, read_problems, write_whole
 from loss import LossConfig
-from metrics import MetricsLog, SwanlabMode, TimeMetrics, step_metrics
+from metrics import MetricsLog, SwanlabMode, TimeMetrics, flatten, step_metrics
 from policy import Policy, PolicyConfig
 from reward import Grader
 from rollout import (
@@ -342,7 +342,7 @@ FREE_ON_RESUME = {
 
 
 def _comparable(record: dict[str, Any]) -> dict[str, Any]:
-    settings = {key: value for key, value in record["settings"].items() if key not in FREE_ON_RESUME}
+    settings = {key: value for key, value in flatten(record["settings"]) if key not in FREE_ON_RESUME}
     return settings | {"data sha256": record["data"]["sha256"], "base weights": record["base_fingerprint"]}
 
 

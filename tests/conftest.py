@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -9,6 +10,10 @@ from data import Problem, write_problems
 from reward import Score
 from rollout import Completion, Group, Rollout, group_advantages
 from tiny import build_base, sums
+
+# The same examples every time; `pytest --hypothesis-profile default` searches for new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -204,6 +204,13 @@ def test_curves_of_a_run_that_is_still_going_need_no_evaluation(tmp_path: Path):
     assert [p.name for p in analyse(AnalyseConfig(runs=(run,), dpi=40))] == ["results-training.png"]
 
 
+def test_the_base_comes_first_even_before_an_adapter_that_does_not_say_its_step(tmp_path: Path):
+    foreign = replace(made_up(0), header=replace(made_up(0).header, label="adapter"))
+    write(tmp_path, made_up(20), foreign, made_up(0, repeat=2), made_up(0))
+    names = [e.header.name for e in read_evaluations(tmp_path)]
+    assert names == ["base", "base, run 2", "adapter", "step 20"]
+
+
 def test_an_evaluation_that_is_still_going_is_left_out_and_named(tmp_path: Path, capsys):
     going = made_up(20)
     write(tmp_path, made_up(0), replace(going, problems=going.problems[:2]))

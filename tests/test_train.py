@@ -139,7 +139,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(in_folder, tiny_base, monke
         ends = [Path("runs", name, "checkpoints/step-000003", file).read_bytes() for name in ("whole", "parts")]
         assert ends[0] == ends[1]
 
-    assert "learning_rate: 0.01 -> 0.02" in refusal(
+    assert "(policy/learning_rate: 0.01 -> 0.02)" in refusal(
         monkeypatch, capfd, *tiny_flags(tiny_base, run_name="parts", learning_rate=0.02), "--resume"
     )
 
