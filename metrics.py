@@ -300,6 +300,13 @@ class MetricsLog:
         numbers = {key: value for key, value in flat.items() if key != "step" and value is not None}
         self._mirror(lambda run: run.log(numbers, step=metrics.step))
         tqdm.write(metrics.summary())
+        ungraded = metrics.verdict.timeout + metrics.verdict.crash
+        if ungraded > 0.01 * metrics.gspo.normalization_sequences:
+            tqdm.write(
+                f"warning: {ungraded} of {metrics.gspo.normalization_sequences} completions could not be graded "
+                f"(timeout {metrics.verdict.timeout}, crash {metrics.verdict.crash}) and were paid 0; "
+                "`python reward.py --text FILE --reference X` shows what one of them does"
+            )
 
     def _mirror(self, action: Callable[[Any], object]) -> None:
         if self._swanlab:

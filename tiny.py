@@ -263,8 +263,7 @@ def _train(config: TinyConfig, folder: Path, *extra: object, seed: int) -> None:
 
 def _evaluate(config: TinyConfig, folder: Path, *extra: object) -> None:
     test = config.folder / "data" / "test.jsonl"
-    limits = ["--max-prompt-tokens", 64, "--max-tokens", 128]
-    _script("eval.py", "--run", folder, "--dataset-path", test, *limits, *extra)
+    _script("eval.py", "--run", folder, "--dataset-path", test, "--max-tokens", 128, *extra)
 
 
 def _script(name: str, *arguments: object) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,6 +98,16 @@ def test_the_log_keeps_one_line_a_step_and_drops_what_a_resumed_run_writes_again
     write(2, [3, 4])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_completions_that_could_not_be_graded_are_a_warning_not_a_wrong_answer(make_group, tmp_path, capfd):
+    metrics = step_metrics(1, [make_group([1] + [0] * 7)], [], TIME)
+    hung = replace(metrics, verdict=replace(metrics.verdict, timeout=1))
+    with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
+        log.write(metrics)
+        assert "could not be graded" not in capfd.readouterr().out
+        log.write(hung)
+        assert "1 of 8 completions could not be graded (timeout 1, crash 0)" in capfd.readouterr().out
 
 
 def test_without_a_login_swanlab_records_offline_with_one_line_of_notice(make_group, tmp_path, capfd, monkeypatch):
