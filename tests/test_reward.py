@@ -577,7 +577,7 @@ open(rf"{tmp_path}/{{os.environ['RANK']}}", "w").write(" ".join(found))
 
 
 def start_and_list_workers(tmp_path: Path, busy: bool) -> tuple[subprocess.Popen[str], list[int], int]:
-    """Return a process that grades, its workers, and a child that it forked and that holds all of its pipes open."""
+    """Return a process that grades, its workers, and a child that it forked, which holds all its pipes open."""
     slow = r"\boxed{\sin(\sin(\sin(\sin(\sin(\sin(\sin(\sin(\sin(\sin(1))))))))))}"
     body = f"""import signal
 with Grader() as grader:
