@@ -591,9 +591,14 @@ with Grader() as grader:
         grader.score_many([({slow!r}, "73")] * 50)
     sys.stdin.read()
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, script(tmp_path, body)]
-    process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, script(tmp_path, body)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout
     engine, *workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
