@@ -435,7 +435,7 @@ def report_page(markdown: str, pictures: dict[str, bytes]) -> str:
 
 
 STYLE = """
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; color: #1a1a1a }
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem; color: #1a1a1a }
 h1 { font-size: 1.6rem; line-height: 1.25 }
 h2 { font-size: 1.3rem; margin-top: 2.4em }
 code { overflow-wrap: anywhere }

@@ -263,7 +263,8 @@ def _train(config: TinyConfig, folder: Path, *extra: object, seed: int) -> None:
 
 def _evaluate(config: TinyConfig, folder: Path, *extra: object) -> None:
     test = config.folder / "data" / "test.jsonl"
-    _script("eval.py", "--run", folder, "--dataset-path", test, "--max-tokens", 128, *extra)
+    limits = ["--max-tokens", 128, "--max-num-seqs", 180]  # a decode step of 180 costs little more than of 64
+    _script("eval.py", "--run", folder, "--dataset-path", test, *limits, *extra)
 
 
 def _script(name: str, *arguments: object) -> None:
