@@ -268,6 +268,7 @@ class Sampler:
             max_loras=1,
             logprobs_mode="processed_logprobs",  # the default ignores the temperature
             enable_prefix_caching=False,
+            enable_chunked_prefill=on_gpu,  # vLLM cannot rewind a CPU's seeded generator after part of a prompt
             mamba_ssm_cache_dtype="float32",  # a recurrent state in bfloat16 drifts from the trainer's
             enable_sleep_mode=config.may_sleep and on_gpu,
             enforce_eager=not on_gpu,
