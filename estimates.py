@@ -142,28 +142,49 @@ def estimate_mean(totals: Floats, counts: Floats) -> Estimate:
     return Estimate(value=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 
 
-def paired_differences(differences: Floats) -> list[Estimate]:
-    """Mean of each column of per-problem differences [P, M], with intervals that hold for all M at once.
+def difference_errors(differences: Floats, *, imagined: float) -> Floats:
+    """Standard error of the mean of each column of per-problem differences [P, M] over problems, [M].
 
-    Each covers the mean difference over all problems of this kind. All M together hold 95 % of the time, so
-    the best-looking of M checkpoints may be read off without having been favoured by the choice (max-T,
-    Westfall & Young 1993). The critical value is the 95 % point of the largest |t| when each problem's
-    centred differences change sign at random (a wild bootstrap), the same signs for all columns, as one hard
-    problem moves them all.
+    Two problems are added in thought, one that rose and one that fell by `imagined` (Agresti & Min 2005 add two
+    pairs for the like reason): where hardly a problem changed, those that would have may all be missing.
     """
     num_problems = len(differences)
+    square = ((differences - differences.mean(0)) ** 2).sum(0) + 2 * imagined**2
+    num_rows = num_problems + (2 if imagined else 0)
+    return np.sqrt(square * num_rows / (num_rows - 1)) / num_problems
+
+
+def paired_differences(differences: Floats, *, imagined: float) -> list[Estimate]:
+    """Mean of each column of per-problem differences [P, M], with intervals that hold for all M at once.
+
+    Each covers the mean difference over all problems of this kind. All M together hold 95 % of the time, so the
+    best-looking of M checkpoints may be read off without having been favoured by the choice (max-T, Westfall &
+    Young 1993). The critical value is the 95 % point of the largest |t| when each problem's centred differences
+    change sign at random (a wild bootstrap), the same signs for all columns, as one hard problem moves them all.
+
+    Measured on simulated benchmarks of 30 x 12 and 5 checkpoints (tests/test_estimates.py): all five hold 95 %
+    of the time or more, with and without a true change, at every difficulty tried. With imagined = 0 that falls
+    to 80 % for Average@12, and to next to nothing for Pass@12 where hardly a problem changes.
+
+    Args:
+        differences: [P, M].
+        imagined: the change of one draw in one problem's value: 1 for Pass@n, 1 / sqrt(n) for an average of n
+            yes or no, 0 (no problem added) where values have no bounds.
+    """
+    num_problems, num_columns = differences.shape
     mean = differences.mean(0)
     if num_problems < 2:
         return [Estimate(value=float(value), low=math.nan, high=math.nan) for value in mean]
-    centred = differences - mean
-    square = (centred**2).mean(0)
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(NUM_RESAMPLES, num_problems))
-    flipped = signs @ centred / num_problems  # [R, M]
-    spread = np.sqrt((square - flipped**2).clip(0) / (num_problems - 1))
+    added = np.full((1, num_columns), imagined)
+    rows = np.vstack([differences - mean, added, -added] if imagined else [differences - mean])
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(NUM_RESAMPLES, len(rows)))
+    flipped = signs @ rows / len(rows)  # [R, M]
+    spread = np.sqrt(((rows**2).mean(0) - flipped**2).clip(0) / (len(rows) - 1))
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.nan_to_num(np.abs(flipped) / spread, posinf=np.inf)
-    critical = np.quantile(t.max(1), 0.95, method="higher")
-    half = np.where(square > 0, critical * np.sqrt(square / (num_problems - 1)), 0.0)
+    critical = max(np.quantile(t.max(1), 0.95, method="higher"), t_quantile(num_problems - 1))  # few rows: few ts
+    errors = difference_errors(differences, imagined=imagined)
+    half = np.where(errors > 0, critical * errors, 0.0)
     return [Estimate(value=float(m), low=float(m - h), high=float(m + h)) for m, h in zip(mean, half, strict=True)]
 
 

@@ -27,6 +27,7 @@ from estimates import (
     Floats,
     decompose_format_change,
     detectable_difference,
+    difference_errors,
     drawing_error,
     null_error,
     paired_differences,
@@ -95,6 +96,10 @@ class Measure:
         values = evaluation.table(self.column)
         return pass_drawing_error(values) if self.any_of_n else drawing_error(values)
 
+    def one_draw(self, n: int) -> float:
+        """How far one draw more or less moves one problem's value, for `paired_differences`."""
+        return 0.0 if self.unit == "tokens" else 1.0 if self.any_of_n else 1 / math.sqrt(n)
+
     def null_error(self, evaluation: Evaluation, theirs: float) -> float:
         """Standard error of the difference from another run's value, were both one model on these problems."""
         error = self.redrawing_error(evaluation)
@@ -114,7 +119,10 @@ class Measure:
 
     def show_change(self, change: Estimate) -> str:
         """A difference with its interval, bold where zero lies outside."""
-        text = f"{self.show(change.value, '+')} ({self.show(change.low, '+')} to {self.show(change.high, '+')})"
+        if change.low == change.high:
+            text = f"{self.show(change.value, '+')} (alike on every problem)"
+        else:
+            text = f"{self.show(change.value, '+')} ({self.show(change.low, '+')} to {self.show(change.high, '+')})"
         return f"**{text}**" if excludes_zero(change) else text
 
 
@@ -129,7 +137,7 @@ def measures(n: int) -> list[Measure]:
 
 
 def excludes_zero(change: Estimate) -> bool:
-    """Whether the interval lies on one side of zero; an interval without width is no evidence."""
+    """Whether the interval lies on one side of zero; False where no interval is defined."""
     return change.low > 0 or change.high < 0
 
 
@@ -152,7 +160,12 @@ class Comparison:
     @cached_property
     def measures(self) -> list[Measure]:
         """The measures of this n."""
-        return measures(self.base[0].header.sampling.group_size)
+        return measures(self.n)
+
+    @property
+    def n(self) -> int:
+        """Completions a problem."""
+        return self.base[0].header.sampling.group_size
 
     def differences(self, measure: Measure) -> Floats:
         """Per problem and checkpoint, [P, M]."""
@@ -161,7 +174,9 @@ class Comparison:
 
     def changes(self, measure: Measure) -> list[Estimate]:
         """Mean differences, [M], with intervals that hold for all checkpoints at once."""
-        return paired_differences(self.differences(measure)) if self.checkpoints else []
+        if not self.checkpoints:
+            return []
+        return paired_differences(self.differences(measure), imagined=measure.one_draw(self.n))
 
     def detectable(self, measure: Measure) -> tuple[float, float, float]:
         """Differences from the base that would be found four times in five.
@@ -174,7 +189,7 @@ class Comparison:
         num_problems = len(differences)
         if num_problems < 2:
             return again, math.nan, math.nan
-        errors = differences.std(0, ddof=1) / math.sqrt(num_problems)
+        errors = difference_errors(differences, imagined=measure.one_draw(self.n))
         halves = np.array([e.high - e.low for e in self.changes(measure)]) / 2
         return again, detectable_difference(float(np.median(errors))), float(np.median(halves + Z80 * errors))
 
@@ -241,7 +256,7 @@ def _conclusions(comparison: Comparison) -> Iterator[str]:
             least = comparison.detectable(measure)[2]
             unseen = (
                 f"a true difference below {measure.show(least)} {measure.unit} would often go unnoticed."
-                if least > 1e-9
+                if not math.isnan(least)
                 else "with problems that all agree, the data do not say how large a difference would be seen."
             )
             yield (
@@ -299,9 +314,8 @@ def _difference_parts(comparison: Comparison) -> Iterator[str]:
         trials = len(comparison.base[0].problems) * (
             1 if m.any_of_n else comparison.base[0].header.sampling.group_size
         )
-        counts = (
-            detectable_difference(math.sqrt(2 * rate * (1 - rate) / trials)) if m.unit == "points" else math.nan
-        )
+        bounded = m.unit == "points" and 0 < rate < 1
+        counts = detectable_difference(math.sqrt(2 * rate * (1 - rate) / trials)) if bounded else math.nan
         rows.append([f"{m.title}, {m.unit}", again, one, best, m.show(counts)])
     best = f"best of {len(names)}, other problems"
     one = ["one checkpoint, these problems", "one checkpoint, other problems"]

@@ -280,6 +280,8 @@ def test_a_reference_that_nothing_equals_is_refused_and_others_need_not_be_integ
     assert len(prepare(settings()).prompts) == 4
     write_problems("sums.jsonl", [Problem(id="p", question="?", answer=r"\frac{")])
     assert "sums.jsonl, problem 'p': the reference answer" in refusal(capsys, *FLAGS)
+    with pytest.raises(ValueError, match=r"sums\.jsonl, problem 'p'"):
+        evaluate(settings(), sampler=as_sampler(StandIn()))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from estimates import Z95, drawing_error, pass_drawing_error
-from report import PUBLISHED, Comparison, Measure, measures, report_markdown, report_page
+from report import PUBLISHED, Comparison, Measure, excludes_zero, measures, report_markdown, report_page
 from results import EvalHeader, Evaluation, Generation, ProblemResult
 from rollout import SamplingConfig
 
@@ -120,6 +120,19 @@ def test_the_detectable_difference_counts_the_bases_repeats():
     error = drawing_error(BASE.table("correct"))
     assert_allclose(one, 2.8015853 * math.sqrt(2) * error, rtol=1e-6)
     assert_allclose(two / one, math.sqrt(1.5 / 2), rtol=1e-12)
+
+
+def test_where_no_problem_differs_an_interval_still_has_width_and_tokens_are_called_alike():
+    perfect = [evaluation(step, [12] * 30) for step in (0, 20, 40)]
+    comparison = Comparison.of(perfect)
+    for change in comparison.changes(PASS):
+        assert change.low < change.value == 0 < change.high < 0.15
+    assert 0.05 < comparison.detectable(PASS)[1] < comparison.detectable(PASS)[2] < 0.2
+    assert not any(excludes_zero(change) for change in comparison.changes(TOKENS))
+    text = report_markdown(perfect, {}, PICTURES)
+    assert "| +0.0 (alike on every problem) |" in text
+    (detectable,) = (line for line in text.split("\n") if line.startswith("| Pass@12, points |"))
+    assert detectable.endswith("| - |")  # counts of 30/30 bound nothing
 
 
 def test_every_published_cell_is_compared_for_the_chapters_model():
