@@ -1,15 +1,21 @@
-"""What a run keeps on disk: checkpoints, whole or absent and never resumed from when damaged, and its rollouts."""
+"""What a run keeps on disk: checkpoints, whole or absent and never resumed from when damaged, and its rollouts.
+
+A folder or file gets its name only when it is complete, so a kill at any moment leaves either the old or the new.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -26,29 +32,109 @@ class TrainState:
     """All that the next step depends on beside the tensors; `state.json` of a checkpoint."""
 
     step: int
+    """Steps finished, and so the version of the adapter that the sampler loads next."""
     problems_taken: int
     seed: int
     base_model: str
     base_fingerprint: str
     swanlab_id: str | None
+    interrupted: bool = False
+    """Written because the run was stopped; a later checkpoint takes its place."""
     sha256: dict[str, str] = field(default_factory=dict)
     """Of every other file of the checkpoint, by its name within it."""
 
 
-def save_checkpoint(folder: Path, policy: Policy, state: TrainState) -> None:
-    """Write a checkpoint under a temporary name and rename it, so that `folder` is whole or absent."""
+class DiskError(OSError):
+    """The run could not write; the message names the path, the reason and the space."""
+
+
+@contextmanager
+def writing(path: Path, *, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn whatever a library raises on a full or read-only disk into one sentence."""
+    import polars
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, polars.exceptions.PolarsError) as error:
+        needed = f" It needs about {num_bytes / 1e6:.3g} MB." if num_bytes else ""
+        free = shutil.disk_usage(_existing(path)).free
+        raise DiskError(f"{path} cannot be written ({error}).{needed} {free / 1e6:.6g} MB are free.") from error
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Refuse, with a DiskError, to begin what the disk cannot hold."""
+    free = shutil.disk_usage(_existing(folder)).free
+    if num_bytes > free:
+        raise DiskError(
+            f"the run would write up to {num_bytes / 1e9:,.2f} GB to {folder}, and {free / 1e9:,.2f} GB are "
+            "free; make room, or write less with --keep-checkpoints N or --save-rollouts none"
+        )
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def lock_run(folder: Path) -> IO[str]:
+    """Return a file that holds the run's folder until it is closed; the kernel does so however the process ends.
+
+    ValueError when another process holds it. A lock file without a process holds nothing.
+    """
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(f"{holder} is training in {folder}; wait for it or use another --run-name") from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def save_checkpoint(folder: Path, policy: Policy, state: TrainState, *, keep: int | None = None) -> None:
+    """Write a checkpoint under a temporary name and rename it, so that `folder` is whole or absent.
+
+    Then drop those that it replaces: earlier ones of an interruption and, beyond the newest `keep`, the oldest.
+    DiskError, with the earlier checkpoints as they were, when it cannot be written.
+    """
     temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    policy.save(temporary)
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    state = replace(state, sha256={str(path.relative_to(temporary)): sha256(path) for path in files})
-    for path in files:
-        _sync_to_disk(path)
-    write_whole(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-    _sync_to_disk(folder.parent)
+    with writing(folder, num_bytes=policy.checkpoint_bytes):
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            policy.save(temporary)
+            files = sorted(path for path in temporary.rglob("*") if path.is_file())
+            state = replace(state, sha256={str(path.relative_to(temporary)): sha256(path) for path in files})
+            for path in files:
+                _sync_to_disk(path)
+            write_whole(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
+            temporary.rename(folder)
+            _sync_to_disk(folder.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    earlier = [path for path in _checkpoints(folder.parent.parent) if path.name < folder.name]
+    dropped = [path for path in earlier if _written_on_interruption(path)]
+    kept = [path for path in earlier if path not in dropped]
+    for path in dropped + (kept[: len(kept) + 1 - keep] if keep else []):
+        condemned = path.with_name(f".{path.name}.tmp")  # never half a checkpoint under a checkpoint's name
+        path.rename(condemned)
+        shutil.rmtree(condemned, ignore_errors=True)
+
+
+def _written_on_interruption(folder: Path) -> bool:
+    try:
+        return json.loads((folder / "state.json").read_text()).get("interrupted", False)
+    except (OSError, ValueError):
+        return False
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("step-*"))
 
 
 def load_state(folder: Path) -> TrainState:
@@ -68,8 +154,8 @@ def newest_good_checkpoint(run: Path) -> Path | None:
 
     ValueError when all that were written are damaged.
     """
-    folders = sorted((run / "checkpoints").glob("step-*"), reverse=True)
-    for folder in folders:
+    folders = _checkpoints(run)
+    for folder in reversed(folders):
         try:
             load_state(folder)
             return folder
@@ -78,6 +164,19 @@ def newest_good_checkpoint(run: Path) -> Path | None:
     if folders:
         raise ValueError(f"every checkpoint of {run} is damaged; start again under another --run-name")
     return None
+
+
+def set_aside(run: Path, *, after_step: int) -> None:
+    """Move what a resumed run will do again, checkpoints and rollouts of later steps, to RUN/replaced."""
+    for path in run.glob("checkpoints/.step-*.tmp"):
+        shutil.rmtree(path)
+    for path in [*_checkpoints(run), *run.glob("rollouts/step-*.parquet")]:
+        if int(path.stem.removeprefix("step-")) > after_step:
+            target = run / "replaced" / path.relative_to(run)
+            if target.exists():
+                shutil.rmtree(target) if target.is_dir() else target.unlink()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
@@ -105,10 +204,16 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
         for rollout in group.rollouts
     ]
     schema = {"prompt_ids": polars.List(polars.Int32), "token_ids": polars.List(polars.Int32)}
+    table = polars.DataFrame(rows, schema_overrides=schema)
     temporary = path.with_name(f".{path.name}.tmp")
-    path.parent.mkdir(exist_ok=True)
-    polars.DataFrame(rows, schema_overrides=schema).write_parquet(temporary, compression="zstd")
-    temporary.rename(path)
+    with writing(path, num_bytes=int(table.estimated_size())):
+        path.parent.mkdir(exist_ok=True)
+        try:
+            table.write_parquet(temporary, compression="zstd")
+            temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def read_rollouts(path: Path) -> list[Group]:

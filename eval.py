@@ -393,7 +393,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
-        evaluations = carry_out(plan, grader)
+        try:
+            evaluations = carry_out(plan, grader)
+        except KeyboardInterrupt:
+            print("\ninterrupted; the same command goes on with the problems that are left", file=sys.stderr)
+            sys.exit(130)
     print(format_table([summarise(evaluation) for evaluation in evaluations]))
     print("\n95 % intervals: what other problems of this kind would show. Kept in:")
     for target in plan.targets:

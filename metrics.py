@@ -5,16 +5,22 @@ The field paths of `StepMetrics` are the logged keys (`reward/accuracy`, `gspo/l
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
-from collections import Counter
+import math
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
+from check import GateReading
+from checkpoint import writing
 from data import write_whole
 from policy import UpdateResult
 from rollout import Group
@@ -104,10 +110,12 @@ class SignMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeMetrics:
-    """Where the step's seconds went."""
+    """Where the step's seconds went; its checkpoint is not in them."""
 
     sync_seconds: float
+    """The adapter, from trainer to sampler."""
     rollout_seconds: float
+    gate_seconds: float
     update_seconds: float
     step_seconds: float
 
@@ -122,6 +130,7 @@ class StepMetrics:
     rollout: RolloutMetrics
     gspo: GspoMetrics
     gap: GapMetrics
+    gate: GateReading
     positive: SignMetrics
     negative: SignMetrics
     time: TimeMetrics
@@ -156,7 +165,11 @@ def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def step_metrics(
-    step: int, groups: Sequence[Group], updates: Sequence[UpdateResult], time_metrics: TimeMetrics
+    step: int,
+    groups: Sequence[Group],
+    updates: Sequence[UpdateResult],
+    gate: GateReading,
+    time_metrics: TimeMetrics,
 ) -> StepMetrics:
     """Return what a step reports; `updates` holds one result an optimizer step, none when all was degenerate."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -175,6 +188,7 @@ def step_metrics(
             prompt_tokens=sum(len(group.prompt_ids) for group in groups) / len(groups),
             truncated_fraction=sum(r.completion.finish_reason == "length" for r in rollouts) / count,
         ),
+        gate=gate,
         time=time_metrics,
         **_update_metrics(updates, normalization_sequences=count),
     )
@@ -243,6 +257,53 @@ def _update_metrics(updates: Sequence[UpdateResult], *, normalization_sequences:
     }
 
 
+LONGEST_STREAK = 5
+"""Steps after which the slowest of the alarms sounds."""
+
+
+def alarms(recent: Sequence[StepMetrics]) -> list[str]:
+    """Return what is wrong from the newest of these steps on, and what it usually means.
+
+    An alarm about a lasting state sounds once, when it has lasted long enough; `recent` has to reach one step
+    further back than that.
+    """
+
+    def begins(steps: int, holds: Callable[[StepMetrics], bool]) -> bool:
+        newest, before = recent[-steps:], recent[: -steps or None][-1:]
+        return len(newest) == steps and all(map(holds, newest)) and not any(map(holds, before))
+
+    step = recent[-1]
+    found = []
+    ungraded, count = step.verdict.timeout + step.verdict.crash, step.gspo.normalization_sequences
+    if ungraded > 0.01 * count:
+        found.append(
+            f"{ungraded} of {count} completions could not be graded (timeout {step.verdict.timeout}, crash "
+            f"{step.verdict.crash}) and were paid 0; `python reward.py --text FILE --reference X` shows what one "
+            "of them does"
+        )
+    if begins(LONGEST_STREAK, lambda s: s.reward.accuracy == 0):
+        found.append(
+            f"no completion has been right for {LONGEST_STREAK} steps: the problems are too hard for this model, "
+            "or its answers and the references differ in form; read some in the run's rollouts"
+        )
+    if begins(1, lambda s: s.reward.format_rate == 0):
+        found.append(
+            r"no completion has a whole \boxed{}: the model does not follow the instruction (is it the tuned "
+            "model, with its own chat template?), or max_tokens ends every answer before the box"
+        )
+    if begins(3, lambda s: s.gspo.train_sequences == 0):
+        found.append(
+            "every group has been degenerate for 3 steps, so nothing is learnt: the problems are all too easy or "
+            "all too hard for this model, or its completions hardly differ (is the temperature 1?)"
+        )
+    if begins(1, lambda s: s.rollout.truncated_fraction == 1):
+        found.append(
+            "every completion was cut off at max_tokens: raise it, or look whether the model ever writes its end "
+            "token"
+        )
+    return found
+
+
 class MetricsLog:
     """Appends each step to `metrics.jsonl` and mirrors it to SwanLab; a context manager.
 
@@ -268,13 +329,14 @@ class MetricsLog:
             config: settings shown beside the curves.
         """
         self._path = folder / "metrics.jsonl"
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
+        self._recent: deque[StepMetrics] = deque(maxlen=LONGEST_STREAK + 1)
         self._keep_until(after_step)
         self._swanlab = _start_swanlab(folder, mode, swanlab_id, config)
 
     def __enter__(self) -> MetricsLog:
         """Open the file for appending."""
-        self._file = self._path.open("a")
+        self._file = self._path.open("ab", buffering=0)
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
@@ -293,20 +355,31 @@ class MetricsLog:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step and show its summary line."""
-        assert self._file, "the log is not open"
         flat = metrics.flat()
-        self._file.write(json.dumps(flat) + "\n")
-        self._file.flush()
-        numbers = {key: value for key, value in flat.items() if key != "step" and value is not None}
+        broken = [key for key, value in flat.items() if isinstance(value, float) and not math.isfinite(value)]
+        self._append((json.dumps(flat | dict.fromkeys(broken)) + "\n").encode())
+        numbers = {k: v for k, v in flat.items() if k != "step" and v is not None and k not in broken}
         self._mirror(lambda run: run.log(numbers, step=metrics.step))
         tqdm.write(metrics.summary())
-        ungraded = metrics.verdict.timeout + metrics.verdict.crash
-        if ungraded > 0.01 * metrics.gspo.normalization_sequences:
-            tqdm.write(
-                f"warning: {ungraded} of {metrics.gspo.normalization_sequences} completions could not be graded "
-                f"(timeout {metrics.verdict.timeout}, crash {metrics.verdict.crash}) and were paid 0; "
-                "`python reward.py --text FILE --reference X` shows what one of them does"
-            )
+        self._recent.append(metrics)
+        warnings = alarms(list(self._recent))
+        if broken:
+            warnings.append(f"not a finite number: {', '.join(broken)}; look at the step's rollouts")
+        for warning in warnings:
+            tqdm.write(f"warning: {warning}")
+
+    def _append(self, line: bytes) -> None:
+        """Write a whole line or none; DiskError when it cannot be written."""
+        assert self._file, "the log is not open"
+        start = self._file.seek(0, os.SEEK_END)
+        with writing(self._path, num_bytes=len(line)):
+            try:
+                if self._file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(start)
+                raise
 
     def _mirror(self, action: Callable[[Any], object]) -> None:
         if self._swanlab:
@@ -347,4 +420,8 @@ def _start_swanlab(folder: Path, mode: SwanlabMode, swanlab_id: str | None, conf
         except Exception as error:  # no login, no network, a server's fault: none may cost the run
             tqdm.write(f"SwanLab is not reachable ({error}); it records offline, `swanlab sync` uploads later")
             mode = "offline"
-    return swanlab.init(mode=mode, **options)
+    try:
+        return swanlab.init(mode=mode, **options)
+    except Exception as error:  # a full or read-only disk, for one
+        tqdm.write(f"SwanLab cannot record ({error}); metrics.jsonl has everything")
+        return None

@@ -13,15 +13,19 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from loss import LossConfig, StepTotals, mismatch_weights, policy_loss, sequence_log_ratios
 from rollout import Group
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -65,6 +69,10 @@ class Batch:
     completion_mask: Tensor  # [B, L-1] bool: the token that this column predicts is the completion's
     sampling_logprobs: Tensor  # [B, L-1] nats, 0 outside the completion
     advantages: Tensor  # [B]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with `change` applied to each of its tensors: a device, or a choice of rows."""
+        return Batch(**{field.name: change(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +189,8 @@ class Policy:
         self.model: Any = get_peft_model(
             base, LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
         )
+        # PEFT keeps a set, whose order on disk would differ from process to process.
+        self.model.peft_config["default"].target_modules = targets
         self.model.train()
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.Adam(
@@ -189,7 +199,9 @@ class Policy:
             betas=(config.beta1, config.beta2),
             eps=config.adam_epsilon,
         )
-        self._checked_gradients = False
+        self.micro_batch_tokens = config.micro_batch_tokens
+        """As configured, or less after the GPU ran out of memory."""
+        self._previous: dict[str, Tensor] = {}
 
     def coverage(self) -> str:
         """Return which modules the adapter covers, in one line."""
@@ -218,31 +230,65 @@ class Policy:
         blank = logprobs.new_zeros(mask.shape)
         return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropies)
 
-    def update(self, groups: Sequence[Group], config: LossConfig, *, max_tokens: int) -> list[UpdateResult]:
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Be the base model for a while."""
+        with self.model.disable_adapter():
+            yield
+
+    @contextmanager
+    def previous_adapter(self) -> Iterator[None]:
+        """Be the policy before the last update for a while; RuntimeError where there was none."""
+        if not self._previous:
+            raise RuntimeError("there has been no update yet")
+        now = {name: parameter.data for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.data = self._previous[name]
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.data = now[name]
+
+    @property
+    def has_previous(self) -> bool:
+        """Whether there has been an update since the model was loaded."""
+        return bool(self._previous)
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        config: LossConfig,
+        *,
+        max_tokens: int,
+        before_step: Callable[[Tensor], None] = lambda token_gaps: None,
+    ) -> list[UpdateResult]:
         """Take one optimizer step on each mini-batch of whole groups that has something to teach.
 
         Args:
             groups: the rollout batch; degenerate groups count in the denominators and are not computed.
             config: the objective, the old policy and the number of mini-batches.
             max_tokens: the longest completion that sampling allows.
+            before_step: called with an optimizer step's `token_gaps` just before the weights move; may raise.
 
         Returns:
             One result a step taken; none, and nothing changed, when every group is degenerate.
 
         Raises:
             FloatingPointError: the loss or a gradient is not finite; the weights are as before that step.
-            RuntimeError: an adapter module received no gradient in the first step.
         """
         import torch
 
         parts = [groups[start :: config.mini_batches] for start in range(config.mini_batches)]
-        batches = [list(micro_batches(part, max_tokens=self.config.micro_batch_tokens)) for part in parts]
+        batches = [list(micro_batches(part, max_tokens=self.micro_batch_tokens)) for part in parts]
         old: list[list[Tensor | None]] = [[None] * len(part) for part in batches]
         if config.mini_batches > 1 or config.old_logprobs == "policy":
             with torch.no_grad():
                 old = [[self.token_logprobs(batch)[0] for batch in part] for part in batches]
+        if any(batches):
+            self._previous = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         return [
-            self._step(part, part_batches, part_old, config, max_tokens)
+            self._step(part, part_batches, part_old, config, max_tokens, before_step)
             for part, part_batches, part_old in zip(parts, batches, old, strict=True)
             if part_batches
         ]
@@ -254,6 +300,7 @@ class Policy:
         before: Sequence[Tensor | None],
         config: LossConfig,
         max_tokens: int,
+        before_step: Callable[[Tensor], None],
     ) -> UpdateResult:
         """Take one optimizer step; `before`: the logprobs before the first step, None where this is the first."""
         import torch
@@ -263,6 +310,36 @@ class Policy:
             num_tokens=sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts),
             max_tokens=max_tokens,
         )
+        facts = None
+        try:
+            facts = self._gradient(batches, before, config, totals)
+        except torch.OutOfMemoryError:
+            if all(len(batch.advantages) == 1 for batch in batches):
+                raise
+        if facts is None:  # outside the handler, whose traceback would keep the activations alive
+            self.micro_batch_tokens //= 2
+            tqdm.write(f"warning: out of GPU memory; micro_batch_tokens is {self.micro_batch_tokens} from now on")
+            torch.cuda.empty_cache()
+            facts = self._gradient(*_halved(batches, before), config, totals)
+        loss = float(facts.pop("loss").sum())
+        grad_norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.parameters.values()))
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            self.optimizer.zero_grad()
+            raise FloatingPointError(f"the loss is {loss} and the gradient's norm {grad_norm}")
+        before_step(facts["token_gaps"])
+        self.optimizer.step()
+        return UpdateResult(loss=loss, grad_norm=grad_norm, **facts)
+
+    def _gradient(
+        self,
+        batches: Sequence[Batch],
+        before: Sequence[Tensor | None],
+        config: LossConfig,
+        totals: StepTotals,
+    ) -> dict[str, Tensor]:
+        """Form the gradient of one optimizer step, and return what was seen, over all micro-batches."""
+        import torch
+
         self.optimizer.zero_grad()
         seen: list[dict[str, Tensor]] = []
         for batch, start_logprobs in zip(batches, before, strict=True):
@@ -294,35 +371,19 @@ class Policy:
                     "entropies": entropies[mask],
                 }
             )
-        facts = {name: torch.cat([batch[name] for batch in seen]).cpu() for name in seen[0]}
-        loss = float(facts.pop("loss").sum())
-        grad_norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.parameters.values()))
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            self.optimizer.zero_grad()
-            raise FloatingPointError(f"the loss is {loss} and the gradient's norm {grad_norm}")
-        if not self._checked_gradients and (facts["num_clipped_tokens"] < facts["num_tokens"]).any():
-            self._check_gradients()
-        self.optimizer.step()
-        return UpdateResult(loss=loss, grad_norm=grad_norm, **facts)
+        return {name: torch.cat([batch[name] for batch in seen]).cpu() for name in seen[0]}
 
-    def _check_gradients(self) -> None:
-        dead = [
-            name.replace(".default.weight", "").removeprefix("base_model.model.")
-            for name, parameter in self.parameters.items()
-            if ".lora_B." in name and not parameter.grad.count_nonzero()
-        ]
-        if dead:
-            raise RuntimeError(
-                f"{len(dead)} adapter modules received no gradient in the first step and would never learn: "
-                f"{', '.join(dead[:5])}{', ...' if len(dead) > 5 else ''}"
-            )
-        self._checked_gradients = True
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What `save` writes: the adapter twice and Adam's two moments, in float32."""
+        return 16 * sum(parameter.numel() for parameter in self.parameters.values())
 
     def save(self, folder: Path) -> None:
         """Write everything that learns into `folder`: the adapter twice, and the optimizer.
 
         `adapter_model.safetensors` has PEFT's module names, `vllm/adapter_model.safetensors` those of the
-        sampler's architecture, `optimizer.safetensors` Adam's moments and step counts.
+        sampler's architecture, `optimizer.safetensors` Adam's moments and step counts, `random.safetensors` the
+        states of PyTorch's generators, for base models with dropout.
         """
         from safetensors.torch import save_file
 
@@ -333,6 +394,7 @@ class Policy:
             for key, value in self.optimizer.state[parameter].items()
         }
         save_file(moments, folder / "optimizer.safetensors")
+        save_file(_random_states(self.device), folder / "random.safetensors")
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter in PEFT's format to `folder` and, with the sampler's names, to `folder`/vllm."""
@@ -351,6 +413,7 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote; ValueError when the adapter has other modules or shapes."""
+        import torch
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
@@ -372,3 +435,42 @@ class Policy:
             }
             if state:
                 self.optimizer.state[parameter] = state
+        states = load_file(folder / "random.safetensors")
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and self.device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    import torch
+
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+
+
+def _halved(batches: Sequence[Batch], before: Sequence[Tensor | None]) -> tuple[list[Batch], list[Tensor | None]]:
+    """Return every batch, and what belongs to its rows, cut in two; one of a single sequence stays whole."""
+    halves, halves_before = [], []
+    for batch, old in zip(batches, before, strict=True):
+        middle = (len(batch.advantages) + 1) // 2
+        for rows in (slice(0, middle), slice(middle, None)):
+            part = batch.each(lambda tensor, rows=rows: tensor[rows])
+            if len(part.advantages):
+                halves.append(part)
+                halves_before.append(None if old is None else old[rows])
+    return halves, halves_before
+
+
+def num_adapter_parameters(config: PolicyConfig) -> int:
+    """Return how many numbers the adapter has, from the base model's config alone."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    checkpoint = AutoConfig.from_pretrained(config.base_model, revision=config.revision)
+    with torch.device("meta"):
+        base: Any = AutoModelForCausalLM.from_config(checkpoint.get_text_config())
+    return sum(
+        config.lora_rank * (module.in_features + module.out_features)
+        for module in base.modules()
+        if isinstance(module, torch.nn.Linear) and module is not base.get_output_embeddings()
+    )

@@ -15,8 +15,8 @@ import operator
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from checkpoint import base_fingerprint, load_state, read_rollouts
 from loss import PRESETS, Algorithm, StepTotals, policy_loss
-from policy import Batch, Policy, PolicyConfig, micro_batches
+from policy import Policy, PolicyConfig, micro_batches
 from rollout import Group, group_advantages, model_folder
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _score(
     loss, lengths, clipped = 0.0, [], []  # clipped tokens of each sequence
     gradients: dict[tuple[str, str], Tensor] = {}  # of the sequences of one quarter and one sign
     for batch in micro_batches(rescored, max_tokens=policy.config.micro_batch_tokens):
-        batch = _each(batch, lambda tensor: tensor.to(policy.device))
+        batch = batch.each(lambda tensor: tensor.to(policy.device))
         mask, advantages = batch.completion_mask, batch.advantages
         with torch.no_grad():
             now = policy.token_logprobs(batch)[0].requires_grad_()
@@ -163,7 +163,7 @@ def _score(
         cells = [(quarters[n], _sign(a)) for n, a in zip(mask.sum(-1).tolist(), advantages.tolist(), strict=True)]
         for cell in sorted(set(cells)):  # the loss's slopes, sent back through these sequences alone
             rows = torch.tensor([other == cell for other in cells], device=policy.device)
-            logprobs, _ = policy.token_logprobs(_each(batch, operator.itemgetter(rows)))
+            logprobs, _ = policy.token_logprobs(batch.each(operator.itemgetter(rows)))
             pieces = torch.autograd.grad(logprobs, list(policy.parameters.values()), slopes[rows])
             gradient = torch.cat([piece.flatten() for piece in pieces]).cpu().double()
             gradients[cell] = gradients[cell] + gradient if cell in gradients else gradient
@@ -183,10 +183,6 @@ def _score(
         token_clip_fraction=sum(clipped) / sum(lengths),
         shares=dict(shares) if norm else None,
     ), whole
-
-
-def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    return Batch(**{field.name: change(getattr(batch, field.name)) for field in fields(batch)})
 
 
 def format_replay(replay: Replay) -> str:

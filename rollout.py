@@ -252,8 +252,12 @@ class Sampler:
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         try:
             from vllm import LLM
+            from vllm.platforms import current_platform
         except ImportError as error:
             raise ValueError(f"vLLM cannot be imported ({error}); run `make gpu` or `make cpu` first") from error
+        if not on_gpu:
+            one_adapter = "cpu_lora.OneAdapterPunica"
+            type(current_platform).get_punica_wrapper = classmethod(lambda cls: one_adapter)  # pyright: ignore[reportAttributeAccessIssue]
 
         self._llm: LLM | None = LLM(
             model=config.base_model,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from loss import Algorithm
 from rollout import INSTRUCTION, encode_prompt
 
 HERE = Path(__file__).parent
+RUNNING: list[subprocess.Popen] = []
+"""The script that is running, if one is."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -270,9 +273,22 @@ def _evaluate(config: TinyConfig, folder: Path, *extra: object) -> None:
 def _script(name: str, *arguments: object) -> None:
     words = [str(argument) for argument in arguments]
     print(f"\n$ python {name} {' '.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, str(HERE / name), *words], check=False).returncode
+    # In a process group of its own, the script hears of a Ctrl-C once, from here, and has time to save.
+    with subprocess.Popen([sys.executable, str(HERE / name), *words], process_group=0) as script:
+        RUNNING.append(script)
+        status = script.wait()
+        RUNNING.remove(script)
+    if status < 0 or status > 128:
+        print("\ninterrupted: the same command continues")
     if status:
-        sys.exit(status)
+        sys.exit(status if status > 0 else 128 - status)
+
+
+def _pass_on(signum: int, frame: object) -> None:
+    """Hand a signal to the script that is running; with none, stop here."""
+    if not RUNNING:
+        raise KeyboardInterrupt
+    RUNNING[0].send_signal(signum)
 
 
 def _say_what_happened(folder: Path, steps: int) -> None:
@@ -292,6 +308,9 @@ def _say_what_happened(folder: Path, steps: int) -> None:
 def main() -> None:
     """Run the miniature, or the comparison."""
     config = tyro.cli(TinyConfig, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _pass_on)
     try:
         run_comparison(config) if config.compare else run(config)
     except KeyboardInterrupt:

@@ -7,34 +7,40 @@ other than 1 measures the gap between two engines.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import platform
+import shlex
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 
 import tyro
 from tqdm import tqdm, trange
 
+from check import CheckError, Gate, self_check
 from checkpoint import (
+    DiskError,
     TrainState,
     base_fingerprint,
     load_state,
+    lock_run,
     newest_good_checkpoint,
+    require_space,
     save_checkpoint,
+    set_aside,
     sha256,
     write_rollouts,
 )
 from data import Problem, ProblemStream, read_problems, write_whole
 from loss import LossConfig
 from metrics import MetricsLog, SwanlabMode, TimeMetrics, flatten, step_metrics
-from policy import Policy, PolicyConfig
+from policy import Policy, PolicyConfig, num_adapter_parameters
 from reward import Grader
 from rollout import (
     Sampler,
@@ -45,6 +51,9 @@ from rollout import (
     load_tokenizer,
     model_folder,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +71,17 @@ class TrainConfig:
     """The run is kept in runs/NAME."""
     resume: bool = False
     """Continue the run from its newest good checkpoint."""
+    resume_from: Path | None = None
+    """Continue the run from this one of its checkpoints; what came after is moved to runs/NAME/replaced."""
+    check: bool = False
+    """Only verify, in seconds, all that a run of this model takes for granted; nothing is written."""
     max_steps: int = 100
     groups_per_step: int = 8
     """Problems in a step; each is answered group_size times."""
     save_every: int = 20
     """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int | None = None
+    """Keep only the newest so many; by default all, which eval.py compares."""
     seed: int = 42
     save_rollouts: Literal["all", "none"] = "all"
     """Keep each step's completions in runs/NAME/rollouts; `analyse.py --replay` scores them again."""
@@ -81,8 +96,9 @@ class TrainConfig:
         for name in ("max_steps", "groups_per_step", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_train_samples is not None and self.max_train_samples < 1:
-            raise ValueError(f"max_train_samples is {self.max_train_samples}; it must be at least 1")
+        for name in ("max_train_samples", "keep_checkpoints"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.sampling.group_size < 2:
             raise ValueError("group_size is 1; an advantage compares at least 2 completions of one prompt")
         if self.sampling.top_p != 1 or self.sampling.top_k != -1:
@@ -120,11 +136,19 @@ class Setup:
     config: TrainConfig
     problems: list[Problem]
     tokenizer: Any
-    base_fingerprint: str
+    record: dict[str, Any]
+    """What `config.json` holds."""
     checkpoint: Path | None
     """Where to resume from."""
     state: TrainState
     """Before the first step to be taken."""
+    lock: IO[str] | None
+    """Held for as long as the run goes on; None when the run is only checked."""
+
+    def record_check(self, findings: dict[str, str]) -> None:
+        """Add what the self-check verified to `config.json`."""
+        text = json.dumps(self.record | {"self_check": findings}, indent=2) + "\n"
+        write_whole(self.config.folder / "config.json", text)
 
 
 def prepare(config: TrainConfig, grader: Grader) -> Setup:
@@ -155,25 +179,56 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
         base_fingerprint=fingerprint,
         swanlab_id=None,
     )
-    checkpoint = None
-    if config.resume:
-        _refuse_changes(config.folder / "config.json", record)
-        if checkpoint := newest_good_checkpoint(config.folder):
-            state = load_state(checkpoint)
-    elif (config.folder / "config.json").exists():
-        raise ValueError(
-            f"the run {config.folder} exists already; continue it with --resume or choose another --run-name"
-        )
-    config.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(config.folder / "config.json", json.dumps(record, indent=2) + "\n")
+    checkpoint = lock = None
+    if not config.check:
+        config_path = config.folder / "config.json"
+        resume = config.resume or config.resume_from is not None
+        if resume:
+            _refuse_changes(config_path, record)
+        elif config_path.exists():
+            raise ValueError(
+                f"the run {config.folder} exists already; continue it with --resume or choose another --run-name"
+            )
+        require_space(config.folder, _bytes_to_write(config))
+        config.folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(config.folder)
+        if resume:
+            checkpoint = _chosen_checkpoint(config)
+            state = load_state(checkpoint) if checkpoint else state
+            set_aside(config.folder, after_step=state.step)
+        write_whole(config_path, json.dumps(record, indent=2) + "\n")
     return Setup(
         config=config,
         problems=fitting,
         tokenizer=tokenizer,
-        base_fingerprint=fingerprint,
+        record=record,
         checkpoint=checkpoint,
         state=state,
+        lock=lock,
     )
+
+
+def _chosen_checkpoint(config: TrainConfig) -> Path | None:
+    chosen = config.resume_from
+    if chosen is None:
+        return newest_good_checkpoint(config.folder)
+    if chosen.resolve().parent != (config.folder / "checkpoints").resolve() or not chosen.is_dir():
+        raise ValueError(f"{chosen} is not a checkpoint of the run {config.folder}")
+    try:
+        load_state(chosen)
+    except ValueError as error:
+        raise ValueError(f"{error}; --resume takes the newest one that is whole") from error
+    return chosen
+
+
+def _bytes_to_write(config: TrainConfig) -> int:
+    """Return the most that the whole run can write: checkpoints, one of them twice for a moment, and rollouts."""
+    count = -(-config.max_steps // config.save_every)
+    checkpoints = min(count, config.keep_checkpoints or count) + 1
+    token = 4 + 8 + 8  # its id, log-probability and text
+    tokens = config.max_steps * config.sequences_per_step * config.sampling.max_tokens
+    rollouts = tokens * token if config.save_rollouts == "all" else 0
+    return checkpoints * 16 * num_adapter_parameters(config.policy) + rollouts
 
 
 def _require(config: TrainConfig) -> None:
@@ -194,23 +249,64 @@ def _require(config: TrainConfig) -> None:
         raise ValueError("; ".join(missing))
 
 
-def train(setup: Setup, grader: Grader) -> None:
-    """Run the steps that are left, saving every `save_every` steps and at the end."""
+class Interrupts:
+    """Turns SIGTERM, SIGHUP and Ctrl-C into a KeyboardInterrupt that never falls between two halves of a step.
+
+    The second one ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        """Prepare to listen; a context manager does."""
+        self.received: int | None = None
+        self.holding = False
+        """Whether the weights have moved and the step is not on record yet."""
+        heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._before = {s: signal.getsignal(s) for s in heard if signal.getsignal(s) != signal.SIG_IGN}  # nohup
+
+    def __enter__(self) -> Interrupts:
+        """Listen from now on."""
+        self.listen()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Leave the signals to whoever had them before."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def listen(self) -> None:
+        """Take the signals, if need be back from a library that put handlers of its own in place."""
+        for signum in self._before:
+            signal.signal(signum, self._handle)
+
+    def hold(self) -> None:
+        """Let a step that has begun to move the weights be finished."""
+        self.holding = True
+
+    def release(self) -> None:
+        """Raise the KeyboardInterrupt that was held back, if there was one."""
+        self.holding = False
+        if self.received:
+            raise KeyboardInterrupt
+
+    def _handle(self, signum: int, frame: object) -> None:
+        self.received = signum
+        for other in self._before:
+            signal.signal(other, signal.SIG_DFL)
+        if self.holding:
+            tqdm.write("finishing the step")
+        else:
+            raise KeyboardInterrupt
+
+
+def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
+    """Run the steps that are left, saving every `save_every` steps and at the end.
+
+    Stopped by a signal or a fault, it saves the last whole step before it passes the exception on.
+    """
     config, state = setup.config, setup.state
     stream = ProblemStream(setup.problems, seed=config.seed, num_taken=state.problems_taken)
     with (
-        _locked(config.folder),
-        Sampler(
-            SamplerConfig(
-                base_model=config.policy.base_model,
-                revision=config.policy.revision,
-                lora_rank=config.policy.lora_rank,
-                max_model_len=config.sampling.max_prompt_tokens + config.sampling.max_tokens,
-                max_num_seqs=min(config.sequences_per_step, 256),
-                memory_fraction=config.sampler_memory_fraction,
-                may_sleep=config.sampler_sleep,
-            )
-        ) as sampler,
+        _sampler(config) as sampler,
         MetricsLog(
             config.folder,
             after_step=state.step,
@@ -219,67 +315,110 @@ def train(setup: Setup, grader: Grader) -> None:
             config=asdict(config),
         ) as log,
     ):
+        interrupts.listen()  # SwanLab's handler would upload first
         policy = Policy(config.policy, seed=config.seed, temperature=config.sampling.temperature)
         if setup.checkpoint:
             policy.load(setup.checkpoint)
+        adapter = config.folder / "adapter"
+        checked = self_check(policy, sampler, setup.tokenizer, setup.problems, config.sampling, adapter=adapter)
+        setup.record_check(checked.findings)
+        gate = Gate(policy, floor=checked.floor)
         tqdm.write(policy.coverage())
         if config.loss.old_logprobs == "policy" and config.loss.mini_batches == 1:
             tqdm.write("the old policy is the policy itself, once a batch: every ratio is exactly 1, nothing clips")
-        for step in trange(state.step + 1, config.max_steps + 1, desc=config.run_name, dynamic_ncols=True):
-            started = time.perf_counter()
-            sampler.wake()
-            policy.save_adapter(config.folder / "adapter")
-            sampler.load_adapter(config.folder / "adapter" / "vllm", version=step - 1)
-            synced = time.perf_counter()
-            groups = collect_groups(
-                sampler.stream,
-                grader,
-                setup.tokenizer,
-                stream.take(config.groups_per_step),
-                config.sampling,
-                seed=config.seed,
-                step=step,
-                policy_version=step - 1,
-                divide_by_std=config.loss.objective.divide_by_std,
-            )
-            collected = time.perf_counter()
-            if config.save_rollouts == "all":
-                write_rollouts(config.folder / "rollouts" / f"step-{step:06d}.parquet", groups)
-            sampler.sleep()
-            updates = policy.update(groups, config.loss, max_tokens=config.sampling.max_tokens)
-            ended = time.perf_counter()
-            log.write(
-                step_metrics(
-                    step,
-                    groups,
-                    updates,
-                    TimeMetrics(
-                        sync_seconds=synced - started,
-                        rollout_seconds=collected - synced,
-                        update_seconds=ended - collected,
-                        step_seconds=ended - started,
-                    ),
-                )
-            )
-            if step % config.save_every == 0 or step == config.max_steps:
-                save_checkpoint(
-                    config.folder / "checkpoints" / f"step-{step:06d}",
-                    policy,
-                    replace(state, step=step, problems_taken=stream.num_taken, swanlab_id=log.swanlab_id),
-                )
+        saved = state.step
 
+        def save(*, interrupted: bool = False) -> None:
+            folder = config.folder / "checkpoints" / f"step-{state.step:06d}"
+            whole = replace(state, interrupted=interrupted, swanlab_id=log.swanlab_id)
+            save_checkpoint(folder, policy, whole, keep=config.keep_checkpoints)
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the run's folder; the kernel releases it however the process ends."""
-    with (folder / ".lock").open("w") as file:
+        def before_step(token_gaps: Tensor) -> None:
+            gate.check_update(token_gaps)
+            interrupts.hold()
+
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another process is training in {folder}; wait for it or use another --run-name"
-            ) from error
-        yield
+            for step in trange(state.step + 1, config.max_steps + 1, desc=config.run_name, dynamic_ncols=True):
+                started = time.perf_counter()
+                sampler.wake()
+                policy.save_adapter(adapter)
+                sampler.load_adapter(adapter / "vllm", version=step - 1)
+                synced = time.perf_counter()
+                groups = collect_groups(
+                    sampler.stream,
+                    grader,
+                    setup.tokenizer,
+                    stream.take(config.groups_per_step),
+                    config.sampling,
+                    seed=config.seed,
+                    step=step,
+                    policy_version=step - 1,
+                    divide_by_std=config.loss.objective.divide_by_std,
+                )
+                collected = time.perf_counter()
+                if config.save_rollouts == "all":
+                    write_rollouts(config.folder / "rollouts" / f"step-{step:06d}.parquet", groups)
+                sampler.sleep()
+                reading = gate.check(groups)
+                gated = time.perf_counter()
+                updates = policy.update(
+                    groups, config.loss, max_tokens=config.sampling.max_tokens, before_step=before_step
+                )
+                ended = time.perf_counter()
+                log.write(
+                    step_metrics(
+                        step,
+                        groups,
+                        updates,
+                        reading,
+                        TimeMetrics(
+                            sync_seconds=synced - started,
+                            rollout_seconds=collected - synced,
+                            gate_seconds=gated - collected,
+                            update_seconds=ended - gated,
+                            step_seconds=ended - started,
+                        ),
+                    )
+                )
+                state = replace(state, step=step, problems_taken=stream.num_taken)
+                if step % config.save_every == 0 or step == config.max_steps:
+                    save()
+                    saved = step
+                interrupts.release()
+        except BaseException as fault:
+            if state.step > saved and not interrupts.holding:
+                try:
+                    save(interrupted=True)
+                except Exception as error:
+                    fault.add_note(f"and step {state.step} could not be saved: {error}")
+            raise
+
+
+def _sampler(config: TrainConfig) -> Sampler:
+    return Sampler(
+        SamplerConfig(
+            base_model=config.policy.base_model,
+            revision=config.policy.revision,
+            lora_rank=config.policy.lora_rank,
+            max_model_len=config.sampling.max_prompt_tokens + config.sampling.max_tokens,
+            max_num_seqs=min(config.sequences_per_step, 256),
+            memory_fraction=config.sampler_memory_fraction,
+            may_sleep=config.sampler_sleep,
+        )
+    )
+
+
+def check(setup: Setup) -> None:
+    """Run the self-check alone and print what it verified."""
+    config = setup.config
+    with _sampler(config) as sampler, tempfile.TemporaryDirectory() as folder:
+        policy = Policy(config.policy, seed=config.seed, temperature=config.sampling.temperature)
+        findings = self_check(
+            policy, sampler, setup.tokenizer, setup.problems, config.sampling, adapter=Path(folder)
+        ).findings
+    width = max(map(len, findings))
+    for name, finding in findings.items():
+        print(f"{name:{width}}  {finding}")
 
 
 def _record(config: TrainConfig, fingerprint: str, *, num_problems: int, num_left_out: int) -> dict[str, Any]:
@@ -333,12 +472,18 @@ FREE_ON_RESUME = {
     "max_steps",
     "save_rollouts",
     "save_every",
+    "keep_checkpoints",
     "resume",
+    "resume_from",
+    "check",
     "swanlab_mode",
     "data",
+    "policy/micro_batch_tokens",
+    "policy/gradient_checkpointing",
     "sampler_memory_fraction",
     "sampler_sleep",
 }
+"""What changes neither the experiment nor, beyond rounding, its numbers."""
 
 
 def _comparable(record: dict[str, Any]) -> dict[str, Any]:
@@ -351,20 +496,35 @@ def main() -> None:
     config = tyro.cli(
         TrainConfig, description=__doc__, config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     )
-    with Grader() as grader:  # its workers start before any engine
-        try:
+    begun = False
+    interrupts = Interrupts()
+    try:
+        with interrupts, Grader() as grader:  # its workers start before any engine
             setup = prepare(config, grader)
-        except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-        if setup.state.step >= config.max_steps:
-            print(f"{config.folder} has its {setup.state.step} steps already; raise --max-steps to go on")
-            return
-        try:
-            train(setup, grader)
-        except KeyboardInterrupt:
-            print("\ninterrupted: the same command with --resume continues from the newest checkpoint")
-            sys.exit(130)
+            if config.check:
+                check(setup)
+            elif setup.state.step >= config.max_steps:
+                print(f"{config.folder} has its {setup.state.step} steps already; raise --max-steps to go on")
+            else:
+                begun = True
+                train(setup, grader, interrupts)
+    except KeyboardInterrupt:
+        _stop("interrupted", begun, status=128 + (interrupts.received or signal.SIGINT))
+    except (DiskError, CheckError, FloatingPointError) as error:
+        _stop("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), begun, status=1 if begun else 2)
+    except (ValueError, OSError) as error:
+        if begun:
+            raise
+        _stop(f"error: {error}", begun, status=2)
+
+
+def _stop(message: str, begun: bool, *, status: int) -> NoReturn:
+    print(f"\n{message}" if begun else message, file=sys.stderr)
+    if begun:
+        pairs = pairwise(["", *sys.argv])
+        words = [word for flag, word in pairs if not word.startswith("--resume") and flag != "--resume-from"]
+        print(f"continue from the newest checkpoint: python {shlex.join(words)} --resume", file=sys.stderr)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

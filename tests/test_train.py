@@ -1,6 +1,11 @@
-"""The loop with the real engines, and every kind of bad input as its user meets it."""
+"""The loop with the real engines, and every kind of bad input and misfortune as its user meets it."""
 
 import json
+import os
+import random
+import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import train
-from checkpoint import load_state, newest_good_checkpoint
+from bench.kills import command, kill_and_resume, what_it_left
+from checkpoint import load_state, lock_run, newest_good_checkpoint
+from rollout import Sampler
 
 HERE = Path(__file__).parent.parent
 
@@ -73,6 +80,8 @@ def test_the_chapters_own_command_line_parses_and_says_what_is_missing(in_folder
         ({"run_name": "a/b"}, "must be a plain folder name"),
         ({"base_model": "nowhere"}, "nowhere is not a folder on this machine"),
         ({"max_prompt_tokens": 4}, "no question fits into max_prompt_tokens = 4"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints is 0; it must be at least 1"),
+        ({"max_steps": 10**9}, "the run would write up to"),
     ],
 )
 def test_bad_settings_are_refused_in_one_sentence(in_folder, tiny_base, monkeypatch, capfd, flags, message):
@@ -110,6 +119,146 @@ def test_a_used_run_name_and_a_run_folder_that_cannot_be_written_are_refused(
     assert "there is no run to resume in runs/new" in refusal(
         monkeypatch, capfd, *tiny_flags(tiny_base, run_name="new"), "--resume"
     )
+
+
+def test_the_check_alone_says_what_it_verified_and_writes_nothing(in_folder, tiny_base):
+    done = run_train(*tiny_flags(tiny_base), "--check")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for finding in (
+        "chat template",
+        "end token",
+        "tokenizer",
+        "gated delta net",
+        "engines",
+        "padding",
+        "gradients",
+    ):
+        assert f"\n{finding}" in f"\n{done.stdout}"
+    assert "the sampler matched all of its 31 modules" in done.stdout
+    assert not Path("runs").exists()
+
+
+def start_train(*arguments):
+    """Start train.py in a process group of its own, with its output in files."""
+    command = [sys.executable, str(HERE / "train.py"), *map(str, arguments)]
+    with Path("out").open("wb") as out, Path("err").open("wb") as err:
+        return subprocess.Popen(command, stdout=out, stderr=err, process_group=0)
+
+
+def wait_for_steps(process, count, run="t"):
+    metrics = Path("runs", run, "metrics.jsonl")
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
+        with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
+            process.wait(timeout=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_last_whole_step_and_says_how_to_go_on(in_folder, tiny_base, signum, status):
+    process = start_train(*tiny_flags(tiny_base, max_steps=500, save_every=500))
+    wait_for_steps(process, 2)
+    os.killpg(process.pid, signum)
+    assert process.wait() == status
+    steps = Path("runs/t/metrics.jsonl").read_text().count("\n")
+    checkpoint = newest_good_checkpoint(Path("runs/t"))
+    assert checkpoint == Path(f"runs/t/checkpoints/step-{steps:06d}")
+    assert load_state(checkpoint).interrupted
+    *_, last = Path("err").read_text().splitlines()
+    advice = "continue from the newest checkpoint: python "
+    assert last.startswith(advice)
+    assert last.endswith(" --resume")
+    assert "Traceback" not in Path("err").read_text()
+    words = [f"{steps + 1}" if word == "500" else word for word in last.removeprefix(advice).split()]
+    assert subprocess.run([sys.executable, *words], check=False).returncode == 0
+    assert [path.name for path in Path("runs/t/checkpoints").iterdir()] == [f"step-{steps + 1:06d}"]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once_and_the_last_checkpoint_is_good(in_folder, tiny_base):
+    process = start_train(*tiny_flags(tiny_base, max_steps=500, save_every=1))
+    wait_for_steps(process, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) in (-signal.SIGINT, 130)
+    assert newest_good_checkpoint(Path("runs/t"))
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_leave_no_trace(tmp_path, tiny_base, tiny_problems):
+    """One in the start, one between steps, one in the writing of a checkpoint; bench/kills.py does 20."""
+    whole, killed = (command(tiny_base, tiny_problems, name, 8) for name in ("whole", "killed"))
+    assert subprocess.run(whole, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    kill_and_resume(killed, tmp_path / "runs/killed", kills=3, rng=random.Random(1))
+    expected, found = what_it_left(tmp_path / "runs/whole"), what_it_left(tmp_path / "runs/killed")
+    assert [name for name in expected | found if expected.get(name) != found.get(name)] == []
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_stops_the_run_with_a_sentence_and_a_good_checkpoint(in_folder, tiny_base):
+    """On a real file system, which something else fills after the first step."""
+    flags = " ".join(tiny_flags(tiny_base, max_steps=500, save_every=1, keep_checkpoints=1))
+    newest = "import checkpoint, pathlib; print(checkpoint.newest_good_checkpoint(pathlib.Path('runs/t')))"
+    script = f"""
+        mkdir runs && mount -t tmpfs -o size=20m tmpfs runs || exit 77
+        {sys.executable} {HERE / "train.py"} {flags} &
+        until test -s runs/t/metrics.jsonl; do sleep 0.1; done
+        cat /dev/zero > runs/full
+        wait $!; echo "status $?"
+        ls -A runs/t/checkpoints
+        {sys.executable} -c "{newest}"
+    """
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", script],
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(HERE)},
+    )  # fmt: skip
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("no file system can be mounted here")
+    assert "status 1" in done.stdout, done.stderr[-2000:]
+    assert re.search(r"error: runs/t/\S+ cannot be written \(.*No space left on device", done.stderr)
+    assert re.search(r"It needs about \S+ MB\. 0 MB are free\.", done.stderr)
+    *_, files, newest = done.stdout.splitlines()
+    assert newest == f"runs/t/checkpoints/{files}"  # alone: nothing half-written beside it
+
+
+def test_a_gate_that_closes_stops_the_run_in_that_step(in_folder, tiny_base, monkeypatch, capfd):
+    def load_only_the_first(self, path, *, version):
+        if version <= 1:
+            load(self, path, version=version)
+
+    load = Sampler.load_adapter
+    monkeypatch.setattr(Sampler, "load_adapter", load_only_the_first)
+    flags = tiny_flags(tiny_base, max_steps=9, groups_per_step=8, group_size=8)
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, flags)])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    assert stopped.value.code == 1
+    error = capfd.readouterr().err
+    assert "error: the sampler runs the " in error  # which of the two is a matter of what the first step taught
+    assert "continue from the newest checkpoint: python train.py" in error
+    steps = Path("runs/t/metrics.jsonl").read_text().count("\n")
+    assert newest_good_checkpoint(Path("runs/t")) == Path(f"runs/t/checkpoints/step-{steps:06d}")
+
+
+def test_what_cannot_be_resumed_is_refused_by_name(in_folder, tiny_base, monkeypatch, capfd):
+    done = run_train(*tiny_flags(tiny_base, max_steps=4))
+    assert done.returncode == 0, done.stderr[-2000:]
+    flags = tiny_flags(tiny_base, max_steps=6)
+    with lock_run(Path("runs/t")):
+        message = refusal(monkeypatch, capfd, *flags, "--resume")
+        assert f"process {os.getpid()} on " in message
+        assert "is training in runs/t" in message
+    message = refusal(monkeypatch, capfd, *flags, "--resume-from", "runs/t/checkpoints/step-000003")
+    assert "runs/t/checkpoints/step-000003 is not a checkpoint of the run runs/t" in message
+    shutil.copy("datasets/train.jsonl", in_folder / "sums.jsonl")
+    with Path("datasets/train.jsonl").open("a") as file:
+        file.write('{"id": "new", "question": "What is 1?", "answer": "1"}\n')
+    assert "data sha256: " in refusal(monkeypatch, capfd, *flags, "--resume")
+    shutil.copy(in_folder / "sums.jsonl", "datasets/train.jsonl")
+    state = Path("runs/t/checkpoints/step-000004/state.json")
+    state.write_text(state.read_text()[:40])
+    message = refusal(monkeypatch, capfd, *flags, "--resume-from", state.parent)
+    assert "checkpoint runs/t/checkpoints/step-000004 has no readable state.json" in message
+    assert "--resume takes the newest one that is whole" in message
 
 
 @pytest.mark.slow
