@@ -2,13 +2,15 @@
 
 import json
 import math
+import resource
 from dataclasses import replace
 
 import pytest
 import torch
 
 from check import GateReading
-from metrics import MetricsLog, TimeMetrics, step_metrics
+from checkpoint import DiskError
+from metrics import MetricsLog, TimeMetrics, alarms, step_metrics
 from policy import UpdateResult
 
 GATE = GateReading()
@@ -110,6 +112,59 @@ def test_completions_that_could_not_be_graded_are_a_warning_not_a_wrong_answer(m
         assert "could not be graded" not in capfd.readouterr().out
         log.write(hung)
         assert "1 of 8 completions could not be graded (timeout 1, crash 0)" in capfd.readouterr().out
+
+
+def steps_like(make_group, *rewards, **rollout):
+    """Return one StepMetrics for each list of rewards; a step trains when they differ."""
+    steps = []
+    for number, step_rewards in enumerate(rewards, start=1):
+        degenerate = len(set(step_rewards)) == 1
+        updates = [] if degenerate else [result([0.0, 0.0, 0.0], clipped=[0, 0, 0])]
+        metrics = step_metrics(number, [make_group(step_rewards)], updates, GATE, TIME)
+        steps.append(replace(metrics, rollout=replace(metrics.rollout, **rollout)))
+    return steps
+
+
+def sounded(steps):
+    """Return the alarms of each step of a run, in order."""
+    return [alarms(steps[: number + 1]) for number in range(len(steps))]
+
+
+def test_alarms_sound_once_when_what_they_warn_of_has_lasted(make_group):
+    fine, wrong, right = [1, 0], [0, 0], [1, 1]
+    assert sounded(steps_like(make_group, fine, right, fine, right, right, fine)) == [[]] * 6
+    found = sounded(steps_like(make_group, fine, *[wrong] * 7))
+    assert [len(step) for step in found] == [0, 1, 0, 1, 0, 1, 0, 0]
+    assert "no completion has a whole \\boxed{}" in found[1][0]
+    assert "every group has been degenerate for 3 steps" in found[3][0]
+    assert "no completion has been right for 5 steps" in found[5][0]
+    assert len(sounded(steps_like(make_group, wrong, fine, wrong))[2]) == 1  # again, after a pause
+    cut = sounded(steps_like(make_group, fine, fine, truncated_fraction=1.0))
+    assert [len(step) for step in cut] == [1, 0]
+    assert "cut off at max_tokens" in cut[0][0]
+
+
+def test_a_number_that_is_not_finite_is_a_warning_and_null_in_the_file(make_group, tmp_path, capfd):
+    (metrics,) = steps_like(make_group, [1, 0])
+    with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
+        log.write(replace(metrics, gspo=replace(metrics.gspo, entropy=math.inf)))
+    assert "warning: not a finite number: gspo/entropy" in capfd.readouterr().out
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["gspo/entropy"] is None
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_written_whole_or_not_at_all(make_group, tmp_path):
+    (metrics,) = steps_like(make_group, [1, 0])
+    with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
+        log.write(metrics)
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, unlimited[1]))
+        try:
+            with pytest.raises(DiskError, match=r"metrics\.jsonl cannot be written"):
+                log.write(metrics)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert (tmp_path / "metrics.jsonl").stat().st_size == size
 
 
 def test_without_a_login_swanlab_records_offline_with_one_line_of_notice(make_group, tmp_path, capfd, monkeypatch):

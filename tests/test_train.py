@@ -160,8 +160,8 @@ def test_a_signal_saves_the_last_whole_step_and_says_how_to_go_on(in_folder, tin
     os.killpg(process.pid, signum)
     assert process.wait() == status
     steps = Path("runs/t/metrics.jsonl").read_text().count("\n")
-    checkpoint = newest_good_checkpoint(Path("runs/t"))
-    assert checkpoint == Path(f"runs/t/checkpoints/step-{steps:06d}")
+    checkpoint = Path(f"runs/t/checkpoints/step-{steps:06d}")
+    assert newest_good_checkpoint(Path("runs/t")) == checkpoint
     assert load_state(checkpoint).interrupted
     *_, last = Path("err").read_text().splitlines()
     advice = "continue from the newest checkpoint: python "
