@@ -10,12 +10,13 @@ import importlib.util
 import json
 import math
 import os
+import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from tqdm import tqdm
 
@@ -257,6 +258,8 @@ def _update_metrics(updates: Sequence[UpdateResult], *, normalization_sequences:
     }
 
 
+FINISH_SECONDS = 60
+"""What the mirror gets for its last uploads."""
 LONGEST_STREAK = 5
 """Steps after which the slowest of the alarms sounds."""
 
@@ -346,7 +349,7 @@ class MetricsLog:
         if self._swanlab:
             interrupted = exc_type is not None and not issubclass(exc_type, Exception)
             state = "success" if exc_type is None else "aborted" if interrupted else "crashed"
-            self._mirror(lambda run: run.finish(state))
+            self._mirror(lambda run: _finish(run, state))
 
     @property
     def swanlab_id(self) -> str | None:
@@ -398,6 +401,21 @@ class MetricsLog:
             except ValueError:  # the half-written last line of a killed run, or the end of the file
                 break
         write_whole(self._path, "".join(kept))
+
+
+def _finish(run: Any, state: str) -> None:
+    """Close the mirror, which would wait for a server that is gone without end; TimeoutError after a minute."""
+
+    def out_of_time(*_: object) -> NoReturn:
+        raise TimeoutError(f"not uploaded within {FINISH_SECONDS} s; `swanlab sync` does it later")
+
+    before = signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(FINISH_SECONDS)
+    try:
+        run.finish(state)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _start_swanlab(folder: Path, mode: SwanlabMode, swanlab_id: str | None, config: dict[str, Any]) -> Any:

@@ -3,7 +3,12 @@
 import json
 import math
 import resource
+import socket
+import subprocess
+import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -176,3 +181,105 @@ def test_without_a_login_swanlab_records_offline_with_one_line_of_notice(make_gr
     assert capfd.readouterr().out.count("SwanLab is not reachable") == 1
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
     assert any((tmp_path / "swanlog").iterdir())
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+SWANLAB_PORT = free_port()  # SwanLab remembers it for as long as a process lives
+
+
+@pytest.fixture
+def swanlab_server(monkeypatch, tmp_path):
+    """Return a server that answers SwanLab well enough for a run, and remembers what was asked of it."""
+    counts = {"experiments": 1, "contributors": 1, "children": 1, "collaborators": 1}
+    user, date = {"username": "u", "name": "u"}, "2030-01-01T00:00:00.000Z"
+    answer = {
+        "sid": "s",
+        "expiredAt": date,
+        "userInfo": user,
+        "username": "u",
+        "name": "gspo",
+        "cuid": "c",
+        "slug": "s",
+    }
+    answer |= {"path": "u/gspo", "_count": counts, "group": user, "createdAt": date, "visibility": "PRIVATE"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.server.requests.append((self.path, body.decode()))  # pyright: ignore[reportAttributeAccessIssue]
+            reply = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        do_GET = do_PUT = do_POST  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", SWANLAB_PORT), Handler)
+    server.requests = []  # pyright: ignore[reportAttributeAccessIssue]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("SWANLAB_API_HOST", "SWANLAB_WEB_HOST"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{SWANLAB_PORT}")
+    monkeypatch.setenv("SWANLAB_API_KEY", "k" * 21)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_interrupted_run_is_closed_as_such_and_continues_under_its_id(tmp_path, swanlab_server):
+    def interrupted(swanlab_id):
+        with MetricsLog(tmp_path, after_step=0, mode="online", swanlab_id=swanlab_id, config={"seed": 1}) as log:
+            used.append(log.swanlab_id)
+            raise KeyboardInterrupt
+
+    used = []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(used[-1] if used else None)
+        path, body = swanlab_server.requests[-1]
+        assert path.endswith("/state")
+        assert json.loads(body)["state"] == "ABORTED"
+    assert used[0] == used[1]
+
+
+def test_a_server_that_goes_away_costs_neither_the_run_nor_more_than_a_minute(tmp_path, swanlab_server):
+    script = f"""
+import metrics, pathlib
+metrics.FINISH_SECONDS = 2
+folder = pathlib.Path({str(tmp_path)!r})
+with metrics.MetricsLog(folder, after_step=0, mode="online", swanlab_id=None, config={{}}) as log:
+    print("online", log.swanlab_id, flush=True)
+    input()
+    log._mirror(lambda run: run.log({{"a": 1.0}}, step=1))
+print("done")
+"""
+    command = [sys.executable, "-c", script]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as run:
+        assert run.stdout
+        while not (line := run.stdout.readline()).startswith("online"):
+            assert line, "it never came online"
+        swanlab_server.shutdown()
+        swanlab_server.server_close()
+        output, _ = run.communicate("\n", timeout=60)
+    assert run.returncode == 0
+    assert "SwanLab stopped (not uploaded within 2 s; `swanlab sync` does it later)" in output
+    assert output.endswith("done\n")
+
+
+def test_a_closed_port_at_the_start_means_offline(tmp_path, swanlab_server, capfd):
+    swanlab_server.shutdown()
+    swanlab_server.server_close()
+    with MetricsLog(tmp_path, after_step=0, mode="online", swanlab_id=None, config={}) as log:
+        assert log.swanlab_id
+    assert "it records offline" in capfd.readouterr().out
