@@ -221,7 +221,7 @@ def swanlab_server(monkeypatch, tmp_path):
 
         do_GET = do_PUT = do_POST  # noqa: N815
 
-        def log_message(self, *_):
+        def log_message(self, format, *args):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", SWANLAB_PORT), Handler)
