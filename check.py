@@ -18,9 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data import Problem
+from loss import LossConfig
 from policy import Batch, Policy, micro_batches
 from reward import Score
-from rollout import Completion, Group, Rollout, Sampler, SamplingConfig, encode_prompt, sampling_seed
+from rollout import (
+    INSTRUCTION,
+    Completion,
+    Group,
+    Rollout,
+    Sampler,
+    SamplingConfig,
+    encode_prompt,
+    sampling_seed,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -252,9 +262,49 @@ def _self_check(
     findings["padding"] = _check_padding(policy, groups, floor)
     findings["gradients"] = _check_gradients(policy, groups)
     policy.save_adapter(adapter)
-    matched = sampler.load_adapter(adapter / "vllm", version=0)
+    matched = sampler.load_adapter(adapter, version=0)
     findings["adapter"] = f"the sampler matched all of its {matched} modules"
     return SelfCheck(findings=findings, floor=floor)
+
+
+def rehearse(
+    policy: Policy,
+    sampler: Sampler,
+    tokenizer: Any,
+    sampling: SamplingConfig,
+    loss: LossConfig,
+    *,
+    num_sequences: int,
+) -> None:
+    """Read the longest prompts, and form the gradient of a micro-batch of the longest sequences that a run allows.
+
+    What would run out of memory at some step does so here; weights and optimizer stay as they are. The sampler's
+    caches need no rehearsal: vLLM takes them whole at its start.
+    """
+    import torch
+
+    words = tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
+
+    def longest(length: int) -> list[int]:
+        return (words * length)[:length]
+
+    prompt = longest(sampling.max_prompt_tokens)
+    completion = Completion(
+        token_ids=longest(sampling.max_tokens),
+        logprobs=[-1.0] * sampling.max_tokens,
+        text="",
+        finish_reason="length",
+    )
+    score = Score(reward=0.0, answer=None, verdict="no_box")
+    rollout = Rollout(completion=completion, score=score, advantage=1.0)
+    problem = Problem(id="rehearsal", question="rehearsal", answer="0")
+    group = Group(problem=problem, prompt_ids=prompt, rollouts=[rollout] * num_sequences, policy_version=0)
+    with torch.random.fork_rng():
+        for _ in sampler.stream([prompt] * num_sequences, replace(sampling, max_tokens=1), [[0]] * num_sequences):
+            pass
+        sampler.sleep()
+        policy.rehearse([group], loss, max_tokens=sampling.max_tokens)
+        sampler.wake()
 
 
 def _check_chat_template(tokenizer: Any) -> str:

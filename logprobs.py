@@ -1,12 +1,13 @@
-"""Token log-probabilities of a frozen language-model head, without ever holding the logits.
+"""Token log-probabilities of a language-model head, without ever holding the logits.
 
 With V words and N tokens the logits are N x V numbers, and autograd keeps several copies: 4,096 tokens of
-Qwen3.5 (248,320 words) are 4 GB each in float32. But the head is frozen, so the gradient of a token's
+Qwen3.5 (248,320 words) are 4 GB each in float32. But where the head is frozen, the gradient of a token's
 log-probability with respect to its hidden state,
 
     d logp_t / d h_t = (W[y_t] - sum_v p_t(v) W[v]) / temperature,
 
-can be formed chunk by chunk in the forward pass and only scaled in the backward pass.
+can be formed chunk by chunk in the forward pass and only scaled in the backward pass. A head that is not a
+frozen linear layer (one with an adapter, say) is recomputed chunk by chunk in the backward pass instead.
 """
 
 from __future__ import annotations
@@ -15,12 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 64
+"""Rows whose logits exist at one time: 64 MB each in float32 for 248,320 words."""
 
 
-class _HeadLogprobs(torch.autograd.Function):
+class _FrozenHeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(targets), dtype=compute_dtype, device=hidden.device)
@@ -29,14 +41,24 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             words = targets[rows, None]
-            logits = (hidden[rows] @ weight.T).to(compute_dtype).div_(temperature)  # [chunk, V]
-            log_normalizer = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(-1, words).squeeze(-1) - log_normalizer
-            probabilities = (logits - log_normalizer[:, None]).exp_()
-            entropies[rows] = log_normalizer - torch.linalg.vecdot(probabilities, logits)
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias).to(compute_dtype)  # [chunk, V]
+            slopes = None
+            if softcap is not None:
+                logits.div_(softcap).tanh_()
+                slopes = 1 - logits.square() if gradient is not None else None
+                logits.mul_(softcap)
+            logits.div_(temperature)
+            log_normalizer = logits.logsumexp(-1, keepdim=True)
+            logprobs[rows] = (logits.gather(-1, words) - log_normalizer).squeeze(-1)
+            probabilities = (logits - log_normalizer).exp_()
+            entropies[rows] = log_normalizer.squeeze(-1) - torch.linalg.vecdot(probabilities, logits)
             if gradient is not None:
+                chosen = weight[targets[rows]]
+                if slopes is not None:
+                    probabilities.mul_(slopes)
+                    chosen = chosen * slopes.gather(-1, words).to(weight.dtype)
                 expected = probabilities.to(weight.dtype) @ weight  # [chunk, H]
-                gradient[rows] = (weight[targets[rows]] - expected).div_(temperature)
+                gradient[rows] = (chosen - expected).div_(temperature)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -44,23 +66,50 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0][:, None].to(gradient.dtype), None, None, None, None
+        return gradient * grad_outputs[0][:, None].to(gradient.dtype), *[None] * 6
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_tokens: int = 256
+    hidden: Tensor,
+    head: torch.nn.Module,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability [N] of each target and the entropy [N] at its position, both in nats.
 
     Args:
         hidden: final hidden states [N, H]; the log-probabilities carry a gradient back to them.
-        weight: the frozen head [V, H]; it receives no gradient, and a trainable one is refused.
+        head: hidden states to logits [N, V]; where its parameters are trainable, they receive their gradient too.
         targets: the words [N] that follow the hidden states.
         temperature: the logits are divided by it, as the sampler does.
+        softcap: logits are bent to softcap x tanh(logits / softcap) first, as some models do.
         chunk_tokens: rows whose logits exist at one time.
 
     The entropies carry no gradient.
     """
-    if weight.requires_grad:
-        raise ValueError("the head is trainable; its gradient would be lost here")
-    return _HeadLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens)  # pyright: ignore[reportReturnType]
+    frozen = type(head) is torch.nn.Linear and not any(p.requires_grad for p in head.parameters())
+    if frozen:
+        return _FrozenHeadLogprobs.apply(  # pyright: ignore[reportReturnType]
+            hidden, head.weight, head.bias, targets, temperature, softcap, chunk_tokens
+        )
+    parts = [
+        checkpoint(_chunk_logprobs, states, head, words, temperature, softcap, use_reentrant=False)
+        for states, words in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies).detach()
+
+
+def _chunk_logprobs(
+    hidden: Tensor, head: torch.nn.Module, targets: Tensor, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    logits = head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    distribution = (logits / temperature).log_softmax(-1)
+    entropies = -(distribution.exp() * distribution).sum(-1)
+    return distribution.gather(-1, targets[:, None]).squeeze(-1), entropies

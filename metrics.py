@@ -78,6 +78,8 @@ class GspoMetrics:
     """Of the policy at a completion token, in nats."""
     train_sequences: int = 0
     normalization_sequences: int
+    padding_fraction: float | None = None
+    """Of the positions that went through the model in the update."""
     optimizer_steps: int = 0
     """0 where every group was degenerate, and the step was skipped."""
 
@@ -116,6 +118,8 @@ class TimeMetrics:
     sync_seconds: float
     """The adapter, from trainer to sampler."""
     rollout_seconds: float
+    """Sampling and grading."""
+    grading_seconds: float
     gate_seconds: float
     update_seconds: float
     step_seconds: float
@@ -235,6 +239,7 @@ def _update_metrics(updates: Sequence[UpdateResult], *, normalization_sequences:
             entropy=float(together("entropies").mean()),
             train_sequences=len(advantages),
             normalization_sequences=normalization_sequences,
+            padding_fraction=sum(update.padding_fraction for update in updates) / len(updates),
             optimizer_steps=len(updates),
         ),
         "gap": GapMetrics(

@@ -11,7 +11,6 @@ Letters: B sequences, L padded length. Column t of a [B, L-1] tensor speaks of t
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CPU_MICRO_BATCH_TOKENS = 16_384
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
     """The base model, its adapter and the optimizer; the defaults are the reported run's where it names them."""
@@ -43,15 +45,16 @@ class PolicyConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     adam_epsilon: float = 1e-8
-    micro_batch_tokens: int = 16384
-    """Tokens, padding included, that go through the model at one time; a longer sequence goes alone."""
+    micro_batch_tokens: int | None = None
+    """Tokens, padding included, that go through the model at one time; a longer sequence goes alone. By default as
+    many as the GPU has memory for, and 16,384 on a CPU."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: a third more time for a fraction of the memory."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot train."""
         for name in ("lora_rank", "lora_alpha", "micro_batch_tokens"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("learning_rate", "adam_epsilon"):
             if not 0 < getattr(self, name) < math.inf:
@@ -141,6 +144,8 @@ class UpdateResult:
     update_log_ratios: Tensor  # [S] nats: the policy now against the policy that sampled
     token_gaps: Tensor  # [N] nats: engine_log_ratios a token at a time
     entropies: Tensor  # [N] nats
+    padding_fraction: float
+    """Of the positions that went through the model."""
 
 
 class Policy:
@@ -174,8 +179,6 @@ class Policy:
         base.to(self.device)
         base.requires_grad_(False)
         head = base.get_output_embeddings()
-        if getattr(head, "bias", None) is not None or getattr(base.config, "final_logit_softcapping", None):
-            raise ValueError(f"{config.base_model} has a head with a bias or soft-capping, which is not supported")
         if config.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         targets = sorted(
@@ -199,7 +202,7 @@ class Policy:
             betas=(config.beta1, config.beta2),
             eps=config.adam_epsilon,
         )
-        self.micro_batch_tokens = config.micro_batch_tokens
+        self.micro_batch_tokens = config.micro_batch_tokens or CPU_MICRO_BATCH_TOKENS
         """As configured, or less after the GPU ran out of memory."""
         self._previous: dict[str, Tensor] = {}
 
@@ -223,9 +226,10 @@ class Policy:
         hidden = base.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, L, H]
         logprobs, entropies = head_logprobs(
             hidden[:, :-1][mask],
-            base.get_output_embeddings().weight,
+            base.get_output_embeddings(),
             input_ids[:, 1:][mask],
             temperature=self.temperature,
+            softcap=getattr(base.config, "final_logit_softcapping", None),
         )
         blank = logprobs.new_zeros(mask.shape)
         return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropies)
@@ -310,17 +314,7 @@ class Policy:
             num_tokens=sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts),
             max_tokens=max_tokens,
         )
-        facts = None
-        try:
-            facts = self._gradient(batches, before, config, totals)
-        except torch.OutOfMemoryError:
-            if all(len(batch.advantages) == 1 for batch in batches):
-                raise
-        if facts is None:  # outside the handler, whose traceback would keep the activations alive
-            self.micro_batch_tokens //= 2
-            tqdm.write(f"warning: out of GPU memory; micro_batch_tokens is {self.micro_batch_tokens} from now on")
-            torch.cuda.empty_cache()
-            facts = self._gradient(*_halved(batches, before), config, totals)
+        facts = self._gradient_in_memory(batches, before, config, totals)
         loss = float(facts.pop("loss").sum())
         grad_norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.parameters.values()))
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
@@ -328,7 +322,37 @@ class Policy:
             raise FloatingPointError(f"the loss is {loss} and the gradient's norm {grad_norm}")
         before_step(facts["token_gaps"])
         self.optimizer.step()
-        return UpdateResult(loss=loss, grad_norm=grad_norm, **facts)
+        num_real = sum(len(sequence.token_ids) for sequence in _training_sequences(groups))
+        padding_fraction = 1 - num_real / sum(batch.input_ids.numel() for batch in batches)
+        return UpdateResult(loss=loss, grad_norm=grad_norm, padding_fraction=padding_fraction, **facts)
+
+    def rehearse(self, groups: Sequence[Group], config: LossConfig, *, max_tokens: int) -> None:
+        """Form the gradient of one micro-batch and drop it: what does not fit into memory shows here."""
+        totals = StepTotals(num_sequences=1, num_tokens=1, max_tokens=max_tokens)
+        batch = next(micro_batches(groups, max_tokens=self.micro_batch_tokens))
+        self._gradient_in_memory([batch], [None], config, totals)
+        self.optimizer.zero_grad()
+
+    def _gradient_in_memory(
+        self,
+        batches: Sequence[Batch],
+        before: Sequence[Tensor | None],
+        config: LossConfig,
+        totals: StepTotals,
+    ) -> dict[str, Tensor]:
+        """Form the gradient; where memory runs out, once more with every micro-batch halved, from now on."""
+        import torch
+
+        try:
+            return self._gradient(batches, before, config, totals)
+        except torch.OutOfMemoryError:
+            if all(len(batch.advantages) == 1 for batch in batches):
+                raise
+        # Outside the handler, whose traceback would keep the activations alive.
+        self.micro_batch_tokens //= 2
+        tqdm.write(f"warning: out of GPU memory; micro_batch_tokens is {self.micro_batch_tokens} from now on")
+        torch.cuda.empty_cache()
+        return self._gradient(*_halved(batches, before), config, totals)
 
     def _gradient(
         self,
@@ -387,7 +411,9 @@ class Policy:
         """
         from safetensors.torch import save_file
 
-        self.save_adapter(folder)
+        self.model.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        self.save_adapter(folder / "vllm")
         moments = {
             f"{name}.{key}": value.cpu()
             for name, parameter in self.parameters.items()
@@ -397,19 +423,15 @@ class Policy:
         save_file(_random_states(self.device), folder / "random.safetensors")
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter in PEFT's format to `folder` and, with the sampler's names, to `folder`/vllm."""
-        from safetensors.torch import load_file, save_file
+        """Write the adapter in PEFT's format with the sampler's module names."""
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
 
-        self.model.save_pretrained(folder)
-        (folder / "README.md").unlink(missing_ok=True)
-        served = folder / "vllm"
-        served.mkdir(exist_ok=True)
-        weights = load_file(folder / "adapter_model.safetensors")
-        save_file(
-            {name.replace("base_model.model.model.", self._served_prefix, 1): w for name, w in weights.items()},
-            served / "adapter_model.safetensors",
-        )
-        shutil.copy(folder / "adapter_config.json", served)
+        folder.mkdir(exist_ok=True)
+        weights = get_peft_model_state_dict(self.model)
+        renamed = {name: name.replace("base_model.model.model.", self._served_prefix, 1) for name in weights}
+        save_file({renamed[n]: w.contiguous() for n, w in weights.items()}, folder / "adapter_model.safetensors")
+        self.model.peft_config["default"].save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote; ValueError when the adapter has other modules or shapes."""
@@ -459,18 +481,3 @@ def _halved(batches: Sequence[Batch], before: Sequence[Tensor | None]) -> tuple[
                 halves.append(part)
                 halves_before.append(None if old is None else old[rows])
     return halves, halves_before
-
-
-def num_adapter_parameters(config: PolicyConfig) -> int:
-    """Return how many numbers the adapter has, from the base model's config alone."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    checkpoint = AutoConfig.from_pretrained(config.base_model, revision=config.revision)
-    with torch.device("meta"):
-        base: Any = AutoModelForCausalLM.from_config(checkpoint.get_text_config())
-    return sum(
-        config.lora_rank * (module.in_features + module.out_features)
-        for module in base.modules()
-        if isinstance(module, torch.nn.Linear) and module is not base.get_output_embeddings()
-    )

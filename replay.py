@@ -150,7 +150,7 @@ def _score(
         rescored.append(replace(group, rollouts=[replace(rollout, advantage=a) for rollout, a in pairs]))
     loss, lengths, clipped = 0.0, [], []  # clipped tokens of each sequence
     gradients: dict[tuple[str, str], Tensor] = {}  # of the sequences of one quarter and one sign
-    for batch in micro_batches(rescored, max_tokens=policy.config.micro_batch_tokens):
+    for batch in micro_batches(rescored, max_tokens=policy.micro_batch_tokens):
         batch = batch.each(lambda tensor: tensor.to(policy.device))
         mask, advantages = batch.completion_mask, batch.advantages
         with torch.no_grad():

@@ -18,6 +18,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
@@ -630,6 +631,8 @@ class Grader:
             raise ValueError(f"num_workers={num_workers} and deadline_seconds={deadline_seconds} must be positive")
         self._num_workers = num_workers
         self._deadline_seconds = deadline_seconds
+        self.seconds = 0.0
+        """What `score_many` has taken so far."""
         self._workers: list[_Worker] = []
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
 
@@ -667,6 +670,7 @@ class Grader:
 
     def score_many(self, pairs: Iterable[tuple[str, str]]) -> list[Score]:
         """Grade (completion, reference) pairs, in order; what needs a worker is spread over all of them."""
+        started = time.perf_counter()
         scores: list[Score] = []
         harder: dict[int, tuple[str, str]] = {}
         for index, (text, reference) in enumerate(pairs):
@@ -685,6 +689,7 @@ class Grader:
                 scores[index] = Score(reward=float(verdict == "correct"), answer=answer, verdict=verdict)
         finally:
             threads.shutdown(cancel_futures=True)  # Ctrl-C waits for the pairs in hand, not for the whole list
+            self.seconds += time.perf_counter() - started
         return scores
 
     def check_reference(self, reference: str) -> None:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 import tyro
 from tqdm import tqdm, trange
 
-from check import CheckError, Gate, self_check
+from check import CheckError, Gate, rehearse, self_check
 from checkpoint import (
     DiskError,
     TrainState,
@@ -40,7 +40,8 @@ from checkpoint import (
 from data import Problem, ProblemStream, read_problems, write_whole
 from loss import LossConfig
 from metrics import MetricsLog, SwanlabMode, TimeMetrics, flatten, step_metrics
-from policy import Policy, PolicyConfig, num_adapter_parameters
+from plan import CARDS_GB, Needs, bytes_on_disk, describe, model_needs, plan_for
+from policy import CPU_MICRO_BATCH_TOKENS, Policy, PolicyConfig
 from reward import Grader
 from rollout import (
     Sampler,
@@ -73,6 +74,8 @@ class TrainConfig:
     """Continue the run from its newest good checkpoint."""
     resume_from: Path | None = None
     """Continue the run from this one of its checkpoints; what came after is moved to runs/NAME/replaced."""
+    plan: bool = False
+    """Only say what the run needs and what would be set on common GPUs, from the model's config alone."""
     check: bool = False
     """Only verify, in seconds, all that a run of this model takes for granted; nothing is written."""
     max_steps: int = 100
@@ -86,10 +89,10 @@ class TrainConfig:
     save_rollouts: Literal["all", "none"] = "all"
     """Keep each step's completions in runs/NAME/rollouts; `analyse.py --replay` scores them again."""
     swanlab_mode: SwanlabMode = "online"
-    sampler_memory_fraction: float = 0.4
-    """Share of the GPU's memory that vLLM may take."""
-    sampler_sleep: bool = False
-    """Let vLLM hand its GPU memory over during the update; for cards that cannot hold the model twice."""
+    sampler_memory_fraction: float | None = None
+    """Share of the GPU's memory that vLLM may take; by default as planned from the model's config."""
+    sampler_sleep: Literal["auto", "on", "off"] = "auto"
+    """Let vLLM hand its GPU memory over during the update; by default where the plan needs it."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained, or would be trained wrongly."""
@@ -113,7 +116,7 @@ class TrainConfig:
             )
         if not self.run_name or self.run_name != Path(self.run_name).name:
             raise ValueError(f"run_name is {self.run_name!r}; it must be a plain folder name")
-        if not 0 < self.sampler_memory_fraction < 1:
+        if self.sampler_memory_fraction is not None and not 0 < self.sampler_memory_fraction < 1:
             raise ValueError(
                 f"sampler_memory_fraction is {self.sampler_memory_fraction}; it must lie between 0 and 1"
             )
@@ -157,6 +160,7 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
     ValueError or OSError, in one sentence, naming what is missing and what to do; nothing has been written then.
     """
     _require(config)
+    config, needs = _planned(config)
     problems = read_problems(config.data)[: config.max_train_samples]
     for number, problem in enumerate(problems, start=1):
         try:
@@ -189,7 +193,14 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
             raise ValueError(
                 f"the run {config.folder} exists already; continue it with --resume or choose another --run-name"
             )
-        require_space(config.folder, _bytes_to_write(config))
+        num_checkpoints = -(-config.max_steps // config.save_every)
+        tokens = config.max_steps * config.sequences_per_step * config.sampling.max_tokens
+        num_bytes = bytes_on_disk(
+            needs,
+            num_checkpoints=min(num_checkpoints, config.keep_checkpoints or num_checkpoints),
+            num_rollout_tokens=tokens if config.save_rollouts == "all" else 0,
+        )
+        require_space(config.folder, num_bytes)
         config.folder.mkdir(parents=True, exist_ok=True)
         lock = lock_run(config.folder)
         if resume:
@@ -221,14 +232,40 @@ def _chosen_checkpoint(config: TrainConfig) -> Path | None:
     return chosen
 
 
-def _bytes_to_write(config: TrainConfig) -> int:
-    """Return the most that the whole run can write: checkpoints, one of them twice for a moment, and rollouts."""
-    count = -(-config.max_steps // config.save_every)
-    checkpoints = min(count, config.keep_checkpoints or count) + 1
-    token = 4 + 8 + 8  # its id, log-probability and text
-    tokens = config.max_steps * config.sequences_per_step * config.sampling.max_tokens
-    rollouts = tokens * token if config.save_rollouts == "all" else 0
-    return checkpoints * 16 * num_adapter_parameters(config.policy) + rollouts
+def _planned(config: TrainConfig) -> tuple[TrainConfig, Needs]:
+    """Return the config with what it leaves to the machine filled in; ValueError when the run does not fit."""
+    import torch
+
+    needs = model_needs(config.policy)
+    if not torch.cuda.is_available():
+        tokens = config.policy.micro_batch_tokens or CPU_MICRO_BATCH_TOKENS
+        return replace(config, policy=replace(config.policy, micro_batch_tokens=tokens), sampler_sleep="off"), needs
+    gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+    plan = plan_for(needs, config.sampling, num_sequences=config.sequences_per_step, gpu_bytes=gpu_bytes)
+    if plan is None and not (config.sampler_memory_fraction and config.policy.micro_batch_tokens):
+        raise ValueError(
+            f"by the plan, this run does not fit into {gpu_bytes / 1e9:.0f} GB (see --plan); to try all the same, "
+            "give --sampler-memory-fraction and --micro-batch-tokens"
+        )
+    if plan:
+        sleep = plan.sleep if config.sampler_sleep == "auto" else config.sampler_sleep == "on"
+        tokens = config.policy.micro_batch_tokens or plan.micro_batch_tokens
+        config = replace(
+            config,
+            policy=replace(config.policy, micro_batch_tokens=tokens),
+            sampler_memory_fraction=config.sampler_memory_fraction or plan.sampler_memory_fraction,
+            sampler_sleep="on" if sleep else "off",
+        )
+    print(
+        f"sampler_memory_fraction {config.sampler_memory_fraction}, micro_batch_tokens "
+        f"{config.policy.micro_batch_tokens}, sampler_sleep {config.sampler_sleep}"
+    )
+    return config, needs
+
+
+def _plan_text(config: TrainConfig) -> str:
+    needs = model_needs(config.policy)
+    return describe(needs, config.sampling, num_sequences=config.sequences_per_step, cards=CARDS_GB)
 
 
 def _require(config: TrainConfig) -> None:
@@ -321,6 +358,8 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
             policy.load(setup.checkpoint)
         adapter = config.folder / "adapter"
         checked = self_check(policy, sampler, setup.tokenizer, setup.problems, config.sampling, adapter=adapter)
+        sequences = config.sequences_per_step
+        rehearse(policy, sampler, setup.tokenizer, config.sampling, config.loss, num_sequences=sequences)
         setup.record_check(checked.findings)
         gate = Gate(policy, floor=checked.floor)
         tqdm.write(policy.coverage())
@@ -342,8 +381,8 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
                 started = time.perf_counter()
                 sampler.wake()
                 policy.save_adapter(adapter)
-                sampler.load_adapter(adapter / "vllm", version=step - 1)
-                synced = time.perf_counter()
+                sampler.load_adapter(adapter, version=step - 1)
+                synced, graded_before = time.perf_counter(), grader.seconds
                 groups = collect_groups(
                     sampler.stream,
                     grader,
@@ -374,6 +413,7 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
                         TimeMetrics(
                             sync_seconds=synced - started,
                             rollout_seconds=collected - synced,
+                            grading_seconds=grader.seconds - graded_before,
                             gate_seconds=gated - collected,
                             update_seconds=ended - gated,
                             step_seconds=ended - started,
@@ -386,6 +426,7 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
                     saved = step
                 interrupts.release()
         except BaseException as fault:
+            fault.add_note(f"in step {state.step + 1}")
             if state.step > saved and not interrupts.holding:
                 try:
                     save(interrupted=True)
@@ -402,8 +443,8 @@ def _sampler(config: TrainConfig) -> Sampler:
             lora_rank=config.policy.lora_rank,
             max_model_len=config.sampling.max_prompt_tokens + config.sampling.max_tokens,
             max_num_seqs=min(config.sequences_per_step, 256),
-            memory_fraction=config.sampler_memory_fraction,
-            may_sleep=config.sampler_sleep,
+            memory_fraction=config.sampler_memory_fraction or 0.9,
+            may_sleep=config.sampler_sleep == "on",
         )
     )
 
@@ -476,6 +517,7 @@ FREE_ON_RESUME = {
     "resume",
     "resume_from",
     "check",
+    "plan",
     "swanlab_mode",
     "data",
     "policy/micro_batch_tokens",
@@ -499,6 +541,9 @@ def main() -> None:
     begun = False
     interrupts = Interrupts()
     try:
+        if config.plan:
+            print(_plan_text(config))
+            return
         with interrupts, Grader() as grader:  # its workers start before any engine
             setup = prepare(config, grader)
             if config.check:

@@ -49,7 +49,7 @@ def run(tiny_base, tmp_path_factory):
 
         def load(version):
             policy.save_adapter(folder)
-            sampler.load_adapter(folder / "vllm", version=version)
+            sampler.load_adapter(folder, version=version)
 
         def update(groups):
             return policy.update(groups, LOSS, max_tokens=SAMPLING.max_tokens, before_step=gate.check_update)

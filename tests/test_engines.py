@@ -47,7 +47,7 @@ def test_the_sampler_runs_the_policy(fixture, request, tmp_path):
     base = request.getfixturevalue(fixture)
     tokenizer = load_tokenizer(str(base))
     policy = policy_with_large_b(base)
-    policy.save_adapter(tmp_path)
+    policy.save(tmp_path)
     config = SamplerConfig(base_model=str(base), lora_rank=8, max_model_len=128)
     with Grader() as grader, Sampler(config) as sampler:
 
@@ -132,7 +132,7 @@ def test_an_unchanged_llama_checkpoint_is_sampled_and_trained(tmp_path):
         Grader() as grader,
         Sampler(SamplerConfig(base_model=str(base), lora_rank=8, max_model_len=128)) as sampler,
     ):
-        assert sampler.load_adapter(tmp_path / "adapter/vllm", version=1) == 14
+        assert sampler.load_adapter(tmp_path / "adapter", version=1) == 14
         groups = collect_groups(
             sampler.stream, grader, tokenizer, sums(seed=0)[:2], SAMPLING, seed=0, step=1, policy_version=1
         )

@@ -1,46 +1,72 @@
 """The head's log-probabilities against full logits, in float64."""
 
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from logprobs import head_logprobs
 
 
-def full_logits(hidden, weight, targets, temperature):
-    distribution = torch.log_softmax(hidden @ weight.T / temperature, -1)
+def full_logits(hidden, head, targets, temperature, softcap):
+    logits = head(hidden)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    distribution = torch.log_softmax(logits / temperature, -1)
     return distribution.gather(-1, targets[:, None]).squeeze(-1), -(distribution.exp() * distribution).sum(-1)
 
 
+def frozen_head(*, bias=False, num_words=29):
+    torch.manual_seed(1)
+    return torch.nn.Linear(6, num_words, bias=bias, dtype=torch.float64).requires_grad_(False)
+
+
+def adapted_head():
+    model: Any = torch.nn.Sequential(frozen_head())
+    adapted: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["0"])).double()
+    head = adapted.base_model.model[0]
+    torch.nn.init.normal_(head.lora_B["default"].weight)
+    return head
+
+
+HEADS = {
+    "frozen": frozen_head,
+    "with a bias": lambda: frozen_head(bias=True),
+    "with an adapter": adapted_head,
+    "trainable": lambda: frozen_head().requires_grad_(True),
+}
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 11, 64])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_entropies_and_gradients_equal_those_of_full_logits(chunk_tokens, temperature):
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.0, 0.8), (0.7, 30.0)])
+@pytest.mark.parametrize("kind", HEADS)
+def test_values_entropies_and_gradients_equal_those_of_full_logits(kind, temperature, softcap, chunk_tokens):
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(29, 6, generator=generator, dtype=torch.float64)
     below = torch.randn(6, 6, generator=generator, dtype=torch.float64)
     inputs = torch.randn(11, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(29, (11,), generator=generator)
     upstream = torch.randn(11, generator=generator, dtype=torch.float64)
+    head = HEADS[kind]()
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     gradients, values = [], []
     for compute in (
-        lambda h: full_logits(h, weight, targets, temperature),
-        lambda h: head_logprobs(h, weight, targets, temperature=temperature, chunk_tokens=chunk_tokens),
+        lambda h: full_logits(h, head, targets, temperature, softcap),
+        lambda h: head_logprobs(
+            h, head, targets, temperature=temperature, softcap=softcap, chunk_tokens=chunk_tokens
+        ),
     ):
         parameter = below.clone().requires_grad_()
         logprobs, entropies = compute(inputs @ parameter)
-        (logprobs * upstream).sum().backward()
-        gradients.append(parameter.grad)
+        gradients.append(torch.autograd.grad((logprobs * upstream).sum(), [parameter, *trained]))
         values.append((logprobs.detach(), entropies.detach()))
+    assert bool(trained) == (kind in ("with an adapter", "trainable"))
     torch.testing.assert_close(values[1], values[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-9)
 
 
-def test_a_trainable_head_is_refused_because_its_gradient_would_be_lost():
-    with pytest.raises(ValueError, match="trainable"):
-        head_logprobs(torch.zeros(1, 2), torch.zeros(3, 2, requires_grad=True), torch.zeros(1, dtype=torch.long))
-
-
 def test_log_probabilities_are_float32_over_a_bfloat16_model():
-    hidden = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
-    logprobs, entropies = head_logprobs(hidden, torch.randn(16, 8, dtype=torch.bfloat16), torch.arange(4))
+    hidden = torch.randn(4, 6, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, entropies = head_logprobs(hidden, frozen_head().bfloat16(), torch.arange(4))
     assert logprobs.dtype == entropies.dtype == torch.float32
     assert not entropies.requires_grad

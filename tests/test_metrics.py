@@ -19,7 +19,14 @@ from metrics import MetricsLog, TimeMetrics, alarms, step_metrics
 from policy import UpdateResult
 
 GATE = GateReading()
-TIME = TimeMetrics(sync_seconds=0.5, rollout_seconds=2.0, gate_seconds=0.0, update_seconds=1.0, step_seconds=3.5)
+TIME = TimeMetrics(
+    sync_seconds=0.5,
+    rollout_seconds=2.0,
+    grading_seconds=0.1,
+    gate_seconds=0.0,
+    update_seconds=1.0,
+    step_seconds=3.5,
+)
 
 
 def result(log_ratios, *, clipped, engine=None):
@@ -36,6 +43,7 @@ def result(log_ratios, *, clipped, engine=None):
         update_log_ratios=log_ratios - engine,
         token_gaps=torch.tensor([0.1, -0.1, 0.0, 0.2]),
         entropies=torch.tensor([1.0, 3.0]),
+        padding_fraction=0.125,
     )
 
 
@@ -58,6 +66,7 @@ def test_a_steps_numbers_equal_those_worked_by_hand(make_group):
         "gspo/train_sequences": 3,
         "gspo/normalization_sequences": 6,
         "gspo/optimizer_steps": 1,
+        "gspo/padding_fraction": 0.125,
         "gap/token_mean": 0.1,
         "gap/token_max": 0.2,
         "gap/kl": (math.exp(0.1) + math.exp(-0.1) + 1 + math.exp(0.2) - 4 - 0.2) / 4,

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from loss import LossConfig
-from policy import Policy, PolicyConfig, micro_batches, num_adapter_parameters
+from plan import model_needs
+from policy import Policy, PolicyConfig, micro_batches
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def test_out_of_memory_in_an_update_halves_the_micro_batches_once_and_changes_no
         found = gradients(policy, groups, **choices)
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
-        assert policy.micro_batch_tokens == policy.config.micro_batch_tokens // 2
+        assert policy.micro_batch_tokens == 16_384 // 2
         assert "out of GPU memory; micro_batch_tokens is 8192 from now on" in capfd.readouterr().out
 
 
@@ -231,7 +232,7 @@ def test_the_policy_can_be_its_former_self_and_the_base_for_a_while(policy, make
 def test_the_adapters_size_is_known_before_the_weights_are_loaded(tiny_base, tiny_vision_base, policy):
     expected = sum(parameter.numel() for parameter in policy.parameters.values())
     for base in (tiny_base, tiny_vision_base):
-        assert num_adapter_parameters(PolicyConfig(base_model=str(base), lora_rank=4)) == expected
+        assert model_needs(PolicyConfig(base_model=str(base), lora_rank=4)).num_adapter_parameters == expected
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_weights(policy, make_group):
@@ -269,7 +270,7 @@ def test_peft_loads_the_saved_adapter_and_computes_the_same(tiny_base, make_grou
     from transformers import AutoModelForCausalLM
 
     policy = make_policy(tiny_base)
-    policy.save_adapter(tmp_path)
+    policy.save(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.bfloat16)
     loaded = PeftModel.from_pretrained(base, tmp_path).double()
     input_ids = torch.tensor([[5, 6, 7, 8]])
@@ -281,7 +282,7 @@ def test_peft_loads_the_saved_adapter_and_computes_the_same(tiny_base, make_grou
 @pytest.mark.parametrize(("fixture", "prefix"), [("tiny_base", ""), ("tiny_vision_base", "language_model.")])
 def test_the_copy_for_the_sampler_has_its_module_names(fixture, prefix, request, tmp_path):
     policy = Policy(PolicyConfig(base_model=str(request.getfixturevalue(fixture)), lora_rank=4), seed=0)
-    policy.save_adapter(tmp_path)
+    policy.save(tmp_path)
     own, served = (
         load_file(tmp_path / "adapter_model.safetensors"),
         load_file(tmp_path / "vllm/adapter_model.safetensors"),
@@ -295,3 +296,18 @@ def test_an_adapter_of_another_rank_is_refused(tiny_base, tmp_path):
     Policy(PolicyConfig(base_model=str(tiny_base), lora_rank=4), seed=0).save(tmp_path)
     with pytest.raises(ValueError, match="another rank than this run"):
         Policy(PolicyConfig(base_model=str(tiny_base), lora_rank=8), seed=0).load(tmp_path)
+
+
+def test_nine_tenths_of_a_micro_batch_are_real_on_lengths_like_the_chapters(make_group):
+    """Completions of 2,000 to 3,000 tokens on average, capped at 4,096; prompts of 100 to 300."""
+    generator = torch.Generator().manual_seed(0)
+    for median in (1800, 2600):
+        lengths = (median * torch.randn(64, generator=generator).mul(0.6).exp()).clamp(200, 4096).long().tolist()
+        assert 2000 <= sum(lengths) / 64 <= 3000
+        groups = [
+            make_group([1, 0] * 4, prompt_length=100 + 25 * n, lengths=lengths[8 * n : 8 * n + 8]) for n in range(8)
+        ]
+        for budget in (14_336, 16_384, 32_768):
+            batches = list(micro_batches(groups, max_tokens=budget))
+            real = sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
+            assert real / sum(batch.input_ids.numel() for batch in batches) >= 0.9

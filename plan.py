@@ -1,0 +1,161 @@
+"""What a run needs, from the model's config alone: memory on a GPU, and what to set so that it fits.
+
+What a reader could get wrong: these are estimates, made before any weights are loaded; the rehearsal at the start
+of a run (`rehearse`) is the proof. GB are 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from policy import PolicyConfig
+from rollout import SamplingConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CARDS_GB = (24, 48, 80, 141)
+MAX_MICRO_BATCH_TOKENS = 65_536
+ENGINE_BYTES = 4e9
+"""What vLLM takes beside weights and caches: its own activations, CUDA graphs."""
+TRAINER_BYTES = 2e9
+"""CUDA's context, libraries' buffers, and the logits of a chunk."""
+USABLE = 0.95
+"""Share of a card that can be planned with; allocators leave gaps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Bytes, by what they are for."""
+
+    base_weights: float
+    """In bfloat16; sampler and trainer hold a copy each."""
+    adapter: float
+    """In float32: weights, gradient, Adam's two moments, and the weights before the last update."""
+    token_activations: float
+    """A token in a micro-batch, with gradient checkpointing: every layer's input, and one layer in full."""
+    sequence_states: float
+    """A sequence in the sampler: the recurrent states of its linear-attention layers."""
+    token_cache: float
+    """A token in the sampler: keys and values of its attention layers."""
+    num_adapter_parameters: int
+
+    @property
+    def trainer_fixed(self) -> float:
+        """What the trainer holds all the time."""
+        return self.base_weights + self.adapter + TRAINER_BYTES
+
+    def sampler(self, num_sequences: int, length: int) -> float:
+        """Return what the sampler holds for so many sequences of `length` tokens at once."""
+        return self.base_weights + ENGINE_BYTES + num_sequences * (self.sequence_states + length * self.token_cache)
+
+
+def model_needs(config: PolicyConfig) -> Needs:
+    """Return what a base model and its adapter need, from a model without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    checkpoint = AutoConfig.from_pretrained(config.base_model, revision=config.revision)
+    text: Any = checkpoint.get_text_config()
+    with torch.device("meta"):
+        base: Any = AutoModelForCausalLM.from_config(text)
+    layers = list(base.get_decoder().layers)
+    head = base.get_output_embeddings()
+    linears = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    num_adapter_parameters = sum(config.lora_rank * (m.in_features + m.out_features) for m in linears)
+    mixers = [m for layer in layers for m in layer.modules() if hasattr(m, "head_k_dim")]
+    states = [m.num_v_heads * m.head_k_dim * m.head_v_dim * 4 for m in mixers]  # float32
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return Needs(
+        base_weights=2 * sum(parameter.numel() for parameter in base.parameters()),
+        adapter=5 * 4 * num_adapter_parameters,
+        token_activations=2 * text.hidden_size * len(layers)
+        + max(_layer_activations(layer, config.lora_rank) for layer in layers),
+        sequence_states=sum(states) + sum(2 * m.conv_dim * m.conv_kernel_size for m in mixers),
+        token_cache=(len(layers) - len(mixers)) * 2 * 2 * num_kv_heads * head_dim,
+        num_adapter_parameters=num_adapter_parameters,
+    )
+
+
+def _layer_activations(layer: nn.Module, rank: int) -> float:
+    """Return bytes a token of one layer in full: linear layers' outputs, LoRA's float32 copies, their gradients."""
+    import torch
+
+    linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    values = sum(2 * m.out_features + 4 * (m.in_features + rank + m.out_features) for m in linears)
+    mixers: list[Any] = [m for m in layer.modules() if hasattr(m, "head_k_dim")]
+    states = sum(m.num_v_heads * m.head_k_dim * m.head_v_dim * 4 / 64 for m in mixers)  # one a chunk of 64 tokens
+    return 2 * (values + states)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to set on one card."""
+
+    gpu_bytes: float
+    sampler_bytes: float
+    sleep: bool
+    """The sampler hands its memory over during the update."""
+    micro_batch_tokens: int
+
+    @property
+    def sampler_memory_fraction(self) -> float:
+        """The share of the card that vLLM may take."""
+        return round(self.sampler_bytes / self.gpu_bytes, 2)
+
+
+def plan_for(needs: Needs, sampling: SamplingConfig, *, num_sequences: int, gpu_bytes: float) -> Plan | None:
+    """Return what to set on a card with so many bytes, or None where the run does not fit.
+
+    Preferred is to keep both engines in memory, with room for two longest sequences in a micro-batch, if need be by
+    giving the sampler room for fewer sequences at a time; then to let the sampler sleep during the update.
+    """
+    longest = sampling.max_prompt_tokens + sampling.max_tokens
+    usable = USABLE * gpu_bytes
+    for sleep in (False, True):
+        for share in (1.0, 0.5, 0.25):
+            sampler = needs.sampler(max(1, round(share * num_sequences)), longest)
+            together = needs.trainer_fixed + sampler
+            left = usable - (needs.trainer_fixed if sleep else together)
+            tokens = min(int(left // needs.token_activations), MAX_MICRO_BATCH_TOKENS)
+            if together <= usable and tokens >= (1 if sleep else 2) * longest:
+                tokens = tokens // 1024 * 1024 if tokens > 1024 else tokens
+                return Plan(gpu_bytes=gpu_bytes, sampler_bytes=sampler, sleep=sleep, micro_batch_tokens=tokens)
+    return None
+
+
+def describe(needs: Needs, sampling: SamplingConfig, *, num_sequences: int, cards: Sequence[float]) -> str:
+    """Return the needs, and what would be set on cards of so many GB, as text for a terminal."""
+    longest = sampling.max_prompt_tokens + sampling.max_tokens
+    gb, mb = 1e9, 1e6
+    rows = [
+        ("base weights in bfloat16", needs.base_weights / gb, "GB, once for the sampler, once for the trainer"),
+        ("adapter, gradient, Adam", needs.adapter / gb, f"GB, {needs.num_adapter_parameters:,} float32 parameters"),
+        ("a token in training", needs.token_activations / mb, "MB, with gradient checkpointing"),
+        ("a sequence's recurrent state", needs.sequence_states / mb, "MB in the sampler"),
+        (f"its keys and values, {longest:,} tokens", longest * needs.token_cache / mb, "MB in the sampler"),
+        (f"sampler with {num_sequences} sequences", needs.sampler(num_sequences, longest) / gb, "GB"),
+    ]
+    lines = [
+        *(f"{name:36} {amount:8.2f} {unit}" for name, amount, unit in rows),
+        "",
+        f"{'card':>7} {'sampler fraction':>17} {'micro-batch tokens':>19}  {'sampler during the update'}",
+    ]
+    for card in cards:
+        plan = plan_for(needs, sampling, num_sequences=num_sequences, gpu_bytes=card * 1e9)
+        lines.append(
+            f"{card:>4.0f} GB  does not fit: a smaller model, shorter completions or a lower rank would"
+            if plan is None
+            else f"{card:>4.0f} GB {plan.sampler_memory_fraction:>17.2f} {plan.micro_batch_tokens:>19,}  "
+            f"{'sleeps' if plan.sleep else 'stays in memory'}"
+        )
+    return "\n".join(lines)
+
+
+def bytes_on_disk(needs: Needs, *, num_checkpoints: int, num_rollout_tokens: int) -> int:
+    """Return the most that a run can write: its checkpoints, one of them twice for a moment, and its rollouts."""
+    token = 4 + 8 + 8  # its id, log-probability and text
+    return (num_checkpoints + 1) * 16 * needs.num_adapter_parameters + num_rollout_tokens * token
