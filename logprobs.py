@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_TOKENS = 64
-"""Rows whose logits exist at one time: 64 MB each in float32 for 248,320 words."""
+CHUNK_TOKENS = {"cpu": 32, "cuda": 256}
+"""Rows whose logits exist at one time: 32 and 254 MB in float32 for 248,320 words. On a CPU larger buffers are
+taken from the system afresh each time, which costs more than the arithmetic; a GPU needs rows to be busy."""
 
 
 class _FrozenHeadLogprobs(torch.autograd.Function):
@@ -41,17 +42,19 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             words = targets[rows, None]
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias).to(compute_dtype)  # [chunk, V]
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)  # [chunk, V]
             slopes = None
             if softcap is not None:
-                logits.div_(softcap).tanh_()
+                logits = logits.to(compute_dtype).div_(softcap).tanh_()
                 slopes = 1 - logits.square() if gradient is not None else None
                 logits.mul_(softcap)
-            logits.div_(temperature)
-            log_normalizer = logits.logsumexp(-1, keepdim=True)
-            logprobs[rows] = (logits.gather(-1, words) - log_normalizer).squeeze(-1)
-            probabilities = (logits - log_normalizer).exp_()
-            entropies[rows] = log_normalizer.squeeze(-1) - torch.linalg.vecdot(probabilities, logits)
+            if temperature != 1:
+                logits = logits.to(compute_dtype).div_(temperature)
+            distribution = logits.log_softmax(-1, dtype=compute_dtype)
+            del logits
+            logprobs[rows] = distribution.gather(-1, words).squeeze(-1)
+            probabilities = distribution.exp()
+            entropies[rows] = -torch.linalg.vecdot(probabilities, distribution)
             if gradient is not None:
                 chosen = weight[targets[rows]]
                 if slopes is not None:
@@ -76,7 +79,7 @@ def head_logprobs(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability [N] of each target and the entropy [N] at its position, both in nats.
 
@@ -86,10 +89,11 @@ def head_logprobs(
         targets: the words [N] that follow the hidden states.
         temperature: the logits are divided by it, as the sampler does.
         softcap: logits are bent to softcap x tanh(logits / softcap) first, as some models do.
-        chunk_tokens: rows whose logits exist at one time.
+        chunk_tokens: rows whose logits exist at one time; by default CHUNK_TOKENS of the device.
 
     The entropies carry no gradient.
     """
+    chunk_tokens = chunk_tokens or CHUNK_TOKENS[hidden.device.type]
     frozen = type(head) is torch.nn.Linear and not any(p.requires_grad for p in head.parameters())
     if frozen:
         return _FrozenHeadLogprobs.apply(  # pyright: ignore[reportReturnType]

@@ -1,0 +1,176 @@
+"""Seconds a whole training step takes here and in TRL, side by side, on the same model, problems and group shape.
+
+Both train LoRA of the same rank on the same modules with GSPO's objective and clip range and grade with the same
+grader. TRL's GRPOTrainer generates with transformers, which is what works on a CPU. Two sizes, since an engine's
+overhead a step hides everything on a toy: the miniature, and a randomly initialised Qwen3.5 of 100 M parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+SUITE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(SUITE))
+
+from data import read_problems, write_problems  # noqa: E402
+from rollout import INSTRUCTION  # noqa: E402
+from tiny import build_base, build_tokenizer, sums  # noqa: E402
+
+FIRST = 2  # steps that warm up, left out of the mean
+PARTS = ("rollout", "grading", "gate", "update", "sync")
+
+
+def build_large(folder: Path) -> None:
+    """Write a randomly initialised Qwen3.5 of 100 M parameters to `folder`."""
+    import torch
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=32_768,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        linear_num_key_heads=12,
+        linear_num_value_heads=12,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model: Any = Qwen3_5ForCausalLM(config)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def ours(base: Path, data: Path, max_tokens: int, steps: int) -> dict[str, float]:
+    """Return mean seconds of a step of train.py, whole and by part."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(SUITE / "train.py"), "--base-model", base, "--data", data]
+        command += ["--max-steps", steps, "--max-prompt-tokens", 64, "--max-tokens", max_tokens]
+        command += ["--learning-rate", "5e-4", "--swanlab-mode", "disabled", "--no-gradient-checkpointing"]
+        _run(command, cwd=folder)
+        lines = [json.loads(line) for line in Path(folder, "runs/gspo/metrics.jsonl").read_text().splitlines()]
+    parts = {part: statistics.mean(line[f"time/{part}_seconds"] for line in lines[FIRST:]) for part in PARTS}
+    return {"whole": statistics.mean(line["time/step_seconds"] for line in lines[FIRST:])} | parts
+
+
+def trl(base: Path, data: Path, max_tokens: int, steps: int) -> dict[str, float]:
+    """Return mean seconds of a step of TRL's GRPOTrainer, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "seconds.json")
+        _run([sys.executable, __file__, "--trl", base, data, max_tokens, steps, output], cwd=folder)
+        return {"whole": statistics.mean(json.loads(output.read_text())[FIRST:])}
+
+
+def _run(command: list[Any], cwd: str) -> None:
+    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
+
+
+def run_trl(base: Path, data: Path, max_tokens: int, steps: int, output: Path) -> None:
+    """Train with TRL, and write the seconds of each step to `output`."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+    from reward import Grader
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    head = model.get_output_embeddings()
+    linears = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    targets = sorted({name.rpartition(".")[2] for name in linears})
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{p.question}\n\n{INSTRUCTION}"}], "answer": p.answer}
+        for p in read_problems(data)
+    ]
+    with Grader() as grader, tempfile.TemporaryDirectory() as folder:
+
+        def reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float | None]:
+            texts = [completion[0]["content"] for completion in completions]
+            return [score.reward for score in grader.score_many(zip(texts, answer, strict=True))]
+
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            processing_class=AutoTokenizer.from_pretrained(base),
+            train_dataset=Dataset.from_list(rows),
+            peft_config=LoraConfig(r=32, lora_alpha=32, target_modules=targets),
+            callbacks=[Clock()],
+            args=GRPOConfig(
+                output_dir=folder,
+                use_cpu=True,
+                bf16=False,
+                max_steps=steps,
+                per_device_train_batch_size=64,
+                num_generations=8,
+                max_completion_length=max_tokens,
+                temperature=1.0,
+                beta=0.0,
+                importance_sampling_level="sequence",
+                loss_type="grpo",
+                epsilon=3e-4,
+                epsilon_high=4e-4,
+                learning_rate=5e-4,
+                adam_beta1=0.9,
+                adam_beta2=0.95,
+                lr_scheduler_type="constant",
+                gradient_checkpointing=False,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+        )
+        started = time.perf_counter()
+        trainer.train()
+    output.write_text(json.dumps([after - before for before, after in zip([started, *ends], ends)]))  # noqa: B905
+
+
+def main() -> None:
+    """Print a table a size."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_problems(folder / "sums.jsonl", sums(seed=0)[:60])
+        build_base(folder / "tiny", seed=42, steps=300)
+        build_large(folder / "large")
+        for size, max_tokens, steps in (("tiny", 96, 10), ("large", 64, 4)):
+            mine = ours(folder / size, folder / "sums.jsonl", max_tokens, steps)
+            theirs = trl(folder / size, folder / "sums.jsonl", max_tokens, steps)
+            print(f"\n{size}, 64 x at most {max_tokens} tokens, mean of {steps - FIRST} steps")
+            print(f"  TRL        {theirs['whole']:7.2f} s a step")
+            print(f"  train.py   {mine['whole']:7.2f} s a step, {mine['whole'] / theirs['whole']:.2f} of TRL's")
+            print("             " + ", ".join(f"{part} {mine[part]:.2f}" for part in PARTS), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--trl"]:
+        base, data, max_tokens, steps, output = sys.argv[2:]
+        run_trl(Path(base), Path(data), int(max_tokens), int(steps), Path(output))
+    else:
+        tyro.cli(main)
