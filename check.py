@@ -176,10 +176,10 @@ def _gap(policy: Policy, batches: Sequence[Batch]) -> float:
 
 
 def _probe(groups: Sequence[Group]) -> Batch:
-    """Return a batch of a few completions: the longest, the middle one, and shorter ones while tokens are few."""
+    """Return a batch of a few completions: the middle one and the next shorter, and more while tokens are few."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     pairs.sort(key=lambda pair: len(pair[1].completion.token_ids))
-    chosen = [pairs[-1], *reversed(pairs[: max(1, len(pairs) // 2)])]
+    chosen = pairs[len(pairs) // 2 :: -1] + pairs[len(pairs) // 2 + 1 :]
     totals = accumulate(len(rollout.completion.token_ids) for _, rollout in chosen)
     count = next((n for n, total in enumerate(totals, start=1) if n >= 2 and total >= PROBE_TOKENS), len(chosen))
     return _together([replace(group, rollouts=[_with_gradient(rollout)]) for group, rollout in chosen[:count]])

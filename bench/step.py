@@ -1,8 +1,9 @@
 """Seconds a whole training step takes here and in TRL, side by side, on the same model, problems and group shape.
 
-Both train LoRA of the same rank on the same modules with GSPO's objective and clip range and grade with the same
-grader. TRL's GRPOTrainer generates with transformers, which is what works on a CPU. Two sizes, since an engine's
-overhead a step hides everything on a toy: the miniature, and a randomly initialised Qwen3.5 of 100 M parameters.
+Both train LoRA of the same rank on the same modules with GSPO's objective and clip range. Both grade with the same
+grader, and are then paid 1 and 0 in turn, so that no group is degenerate and both train every sequence. TRL's
+GRPOTrainer generates with transformers, which is what works on a CPU. Two sizes, since an engine's overhead a step
+hides everything on a toy: the miniature, and a randomly initialised Qwen3.5 of 100 M parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ def build_large(folder: Path) -> None:
 def ours(base: Path, data: Path, max_tokens: int, steps: int) -> dict[str, float]:
     """Return mean seconds of a step of train.py, whole and by part."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(SUITE / "train.py"), "--base-model", base, "--data", data]
+        command = [sys.executable, __file__, "--ours", "--base-model", base, "--data", data]
         command += ["--max-steps", steps, "--max-prompt-tokens", 64, "--max-tokens", max_tokens]
         command += ["--learning-rate", "5e-4", "--swanlab-mode", "disabled", "--no-gradient-checkpointing"]
         _run(command, cwd=folder)
@@ -114,7 +116,8 @@ def run_trl(base: Path, data: Path, max_tokens: int, steps: int, output: Path) -
 
         def reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float | None]:
             texts = [completion[0]["content"] for completion in completions]
-            return [score.reward for score in grader.score_many(zip(texts, answer, strict=True))]
+            grader.score_many(zip(texts, answer, strict=True))
+            return [float(number % 2) for number in range(len(texts))]
 
         trainer = GRPOTrainer(
             model=model,
@@ -152,6 +155,21 @@ def run_trl(base: Path, data: Path, max_tokens: int, steps: int, output: Path) -
     output.write_text(json.dumps([after - before for before, after in zip([started, *ends], ends)]))  # noqa: B905
 
 
+def run_ours() -> None:
+    """Run train.py on the remaining arguments, paid in turn."""
+    import reward
+    import train
+
+    score_many = reward.Grader.score_many
+
+    def in_turn(self: reward.Grader, pairs: Any) -> list[reward.Score]:
+        return [replace(score, reward=float(n % 2)) for n, score in enumerate(score_many(self, pairs))]
+
+    reward.Grader.score_many = in_turn
+    del sys.argv[1]
+    train.main()
+
+
 def main() -> None:
     """Print a table a size."""
     with tempfile.TemporaryDirectory() as name:
@@ -169,7 +187,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--trl"]:
+    if sys.argv[1:2] == ["--ours"]:
+        run_ours()
+    elif sys.argv[1:2] == ["--trl"]:
         base, data, max_tokens, steps, output = sys.argv[2:]
         run_trl(Path(base), Path(data), int(max_tokens), int(steps), Path(output))
     else:
