@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -111,7 +111,9 @@ def save_checkpoint(folder: Path, policy: Policy, state: TrainState, *, keep: in
             state = replace(state, sha256={str(path.relative_to(temporary)): sha256(path) for path in files})
             for path in files:
                 _sync_to_disk(path)
-            write_whole(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
+            record = asdict(state)
+            record |= {"sha256_of_this": _digest(record)}
+            write_whole(temporary / "state.json", json.dumps(record, indent=2) + "\n")
             temporary.rename(folder)
             _sync_to_disk(folder.parent)
         except BaseException:
@@ -120,7 +122,7 @@ def save_checkpoint(folder: Path, policy: Policy, state: TrainState, *, keep: in
     earlier = [path for path in _checkpoints(folder.parent.parent) if path.name < folder.name]
     dropped = [path for path in earlier if _written_on_interruption(path)]
     kept = [path for path in earlier if path not in dropped]
-    for path in dropped + (kept[: len(kept) + 1 - keep] if keep else []):
+    for path in dropped + (kept[: max(0, len(kept) + 1 - keep)] if keep else []):
         condemned = path.with_name(f".{path.name}.tmp")  # never half a checkpoint under a checkpoint's name
         path.rename(condemned)
         shutil.rmtree(condemned, ignore_errors=True)
@@ -137,32 +139,48 @@ def _checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
-def load_state(folder: Path) -> TrainState:
-    """Return a checkpoint's state; ValueError naming the file that is missing or was changed since."""
+def load_state(folder: Path, *, base_fingerprint: str | None = None) -> TrainState:
+    """Return a checkpoint's state.
+
+    ValueError naming the file that is missing or was changed since, or the base model where it is another one than
+    that of `base_fingerprint`.
+    """
     try:
-        state = TrainState(**json.loads((folder / "state.json").read_text()))
-    except (OSError, TypeError, ValueError) as error:
+        record = json.loads((folder / "state.json").read_text())
+        digest = record.pop("sha256_of_this")
+        state = TrainState(**record)
+    except (OSError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"checkpoint {folder} has no readable state.json ({error})") from error
+    if digest != _digest(record) or folder.name != f"step-{state.step:06d}":
+        raise ValueError(f"checkpoint {folder} is damaged: state.json is not what was written there")
+    if base_fingerprint is not None and base_fingerprint != state.base_fingerprint:
+        raise ValueError(
+            f"checkpoint {folder} belongs to another base model ({state.base_fingerprint}, here {base_fingerprint})"
+        )
     for name, expected in state.sha256.items():
         if not (folder / name).is_file() or sha256(folder / name) != expected:
             raise ValueError(f"checkpoint {folder} is damaged: {name} is missing or not what was written")
     return state
 
 
-def newest_good_checkpoint(run: Path) -> Path | None:
-    """Return the newest undamaged checkpoint of a run, naming those passed over; None when none was written yet.
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
-    ValueError when all that were written are damaged.
+
+def newest_good_checkpoint(run: Path, *, base_fingerprint: str | None = None) -> Path | None:
+    """Return the newest checkpoint that `load_state` accepts, naming those passed over; None when there is none.
+
+    ValueError when there are some and it accepts none.
     """
     folders = _checkpoints(run)
     for folder in reversed(folders):
         try:
-            load_state(folder)
+            load_state(folder, base_fingerprint=base_fingerprint)
             return folder
         except ValueError as error:
             tqdm.write(f"passed over: {error}")
     if folders:
-        raise ValueError(f"every checkpoint of {run} is damaged; start again under another --run-name")
+        raise ValueError(f"no checkpoint of {run} can be used; start again under another --run-name")
     return None
 
 
@@ -244,8 +262,11 @@ def read_rollouts(path: Path) -> list[Group]:
 
 
 def base_fingerprint(folder: Path) -> str:
-    """Return a hash over the bytes of a base model's config and weights."""
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    """Return a hash over the bytes of a base model's config, tokenizer, chat template and weights."""
+    names = ("config", "generation_config", "tokenizer", "tokenizer_config")
+    named = [*(folder / f"{name}.json" for name in names), folder / "chat_template.jinja"]
+    files = [path for path in named if path.exists()]
+    files += sorted(folder.glob("*.safetensors"))
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()[:16]
 
 

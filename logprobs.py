@@ -56,12 +56,10 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
             probabilities = distribution.exp()
             entropies[rows] = -torch.linalg.vecdot(probabilities, distribution)
             if gradient is not None:
-                chosen = weight[targets[rows]]
-                if slopes is not None:
-                    probabilities.mul_(slopes)
-                    chosen = chosen * slopes.gather(-1, words).to(weight.dtype)
-                expected = probabilities.to(weight.dtype) @ weight  # [chunk, H]
-                gradient[rows] = (chosen - expected).div_(temperature)
+                # 1 - p of the chosen word before any rounding to bfloat16, to which 0.998 and 1 are the same.
+                slope = probabilities.neg_().scatter_add_(-1, words, torch.ones_like(words, dtype=compute_dtype))
+                slope = slope if slopes is None else slope.mul_(slopes)
+                gradient[rows] = (slope.to(weight.dtype) @ weight).div_(temperature)  # [chunk, H]
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies

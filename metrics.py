@@ -341,6 +341,8 @@ class MetricsLog:
         self._recent: deque[StepMetrics] = deque(maxlen=LONGEST_STREAK + 1)
         self._keep_until(after_step)
         self._swanlab = _start_swanlab(folder, mode, swanlab_id, config)
+        self.swanlab_id = swanlab_id or (self._swanlab.id if self._swanlab else None)
+        """The id under which SwanLab can continue this run; kept where the mirror is off or lost for a while."""
 
     def __enter__(self) -> MetricsLog:
         """Open the file for appending."""
@@ -355,11 +357,6 @@ class MetricsLog:
             interrupted = exc_type is not None and not issubclass(exc_type, Exception)
             state = "success" if exc_type is None else "aborted" if interrupted else "crashed"
             self._mirror(lambda run: _finish(run, state))
-
-    @property
-    def swanlab_id(self) -> str | None:
-        """The id under which SwanLab can continue this run."""
-        return self._swanlab.id if self._swanlab else None
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step and show its summary line."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 CARDS_GB = (24, 48, 80, 141)
 MAX_MICRO_BATCH_TOKENS = 65_536
-ENGINE_BYTES = 4e9
-"""What vLLM takes beside weights and caches: its own activations, CUDA graphs."""
+ENGINE_BYTES, ASLEEP_BYTES = 4e9, 2e9
+"""What vLLM takes beside weights and caches (activations, CUDA graphs), and what it keeps of that asleep."""
 TRAINER_BYTES = 2e9
 """CUDA's context, libraries' buffers, and the logits of a chunk."""
 USABLE = 0.95
@@ -107,23 +107,41 @@ class Plan:
         return round(self.sampler_bytes / self.gpu_bytes, 2)
 
 
-def plan_for(needs: Needs, sampling: SamplingConfig, *, num_sequences: int, gpu_bytes: float) -> Plan | None:
+def plan_for(
+    needs: Needs,
+    sampling: SamplingConfig,
+    *,
+    num_sequences: int,
+    gpu_bytes: float,
+    free_bytes: float | None = None,
+    sleep: bool | None = None,
+    sampler_bytes: float | None = None,
+) -> Plan | None:
     """Return what to set on a card with so many bytes, or None where the run does not fit.
 
     Preferred is to keep both engines in memory, with room for two longest sequences in a micro-batch, if need be by
     giving the sampler room for fewer sequences at a time; then to let the sampler sleep during the update.
+
+    Args:
+        needs: of the model.
+        sampling: its lengths.
+        num_sequences: that are sampled in a step.
+        gpu_bytes: of the card.
+        free_bytes: where others have some of the card, what is left.
+        sleep: True or False leaves no choice.
+        sampler_bytes: leaves no choice either.
     """
     longest = sampling.max_prompt_tokens + sampling.max_tokens
-    usable = USABLE * gpu_bytes
-    for sleep in (False, True):
-        for share in (1.0, 0.5, 0.25):
-            sampler = needs.sampler(max(1, round(share * num_sequences)), longest)
-            together = needs.trainer_fixed + sampler
-            left = usable - (needs.trainer_fixed if sleep else together)
+    usable = USABLE * (gpu_bytes if free_bytes is None else free_bytes)
+    wanted = [needs.sampler(max(1, round(share * num_sequences)), longest) for share in (1.0, 0.5, 0.25)]
+    for asleep in (False, True) if sleep is None else (sleep,):
+        for sampler in wanted if sampler_bytes is None else (sampler_bytes,):
+            left = usable - needs.trainer_fixed - (ASLEEP_BYTES if asleep else sampler)
             tokens = min(int(left // needs.token_activations), MAX_MICRO_BATCH_TOKENS)
-            if together <= usable and tokens >= (1 if sleep else 2) * longest:
-                tokens = tokens // 1024 * 1024 if tokens > 1024 else tokens
-                return Plan(gpu_bytes=gpu_bytes, sampler_bytes=sampler, sleep=sleep, micro_batch_tokens=tokens)
+            required = (1 if asleep else 2) * longest
+            if needs.trainer_fixed + sampler <= usable and tokens >= required:
+                tokens = max(required, tokens // 1024 * 1024)
+                return Plan(gpu_bytes=gpu_bytes, sampler_bytes=sampler, sleep=asleep, micro_batch_tokens=tokens)
     return None
 
 

@@ -205,6 +205,7 @@ class Policy:
         self.micro_batch_tokens = config.micro_batch_tokens or CPU_MICRO_BATCH_TOKENS
         """As configured, or less after the GPU ran out of memory."""
         self._previous: dict[str, Tensor] = {}
+        self._random_states = _random_states(self.device)
 
     def coverage(self) -> str:
         """Return which modules the adapter covers, in one line."""
@@ -273,7 +274,7 @@ class Policy:
             groups: the rollout batch; degenerate groups count in the denominators and are not computed.
             config: the objective, the old policy and the number of mini-batches.
             max_tokens: the longest completion that sampling allows.
-            before_step: called with an optimizer step's `token_gaps` just before the weights move; may raise.
+            before_step: called once, with the `token_gaps` of the whole batch, before the weights move; may raise.
 
         Returns:
             One result a step taken; none, and nothing changed, when every group is degenerate.
@@ -289,13 +290,18 @@ class Policy:
         if config.mini_batches > 1 or config.old_logprobs == "policy":
             with torch.no_grad():
                 old = [[self.token_logprobs(batch)[0] for batch in part] for part in batches]
+            pairs = [pair for part in zip(batches, old, strict=True) for pair in zip(*part, strict=True)]
+            if pairs and config.mini_batches > 1:  # the gaps of all are known before the first step
+                before_step(torch.cat([_token_gaps(batch, logprobs) for batch, logprobs in pairs]))
         if any(batches):
             self._previous = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        return [
+        results = [
             self._step(part, part_batches, part_old, config, max_tokens, before_step)
             for part, part_batches, part_old in zip(parts, batches, old, strict=True)
             if part_batches
         ]
+        self._random_states = _random_states(self.device)
+        return results
 
     def _step(
         self,
@@ -320,18 +326,27 @@ class Policy:
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             self.optimizer.zero_grad()
             raise FloatingPointError(f"the loss is {loss} and the gradient's norm {grad_norm}")
-        before_step(facts["token_gaps"])
+        if config.mini_batches == 1:
+            before_step(facts["token_gaps"])
         self.optimizer.step()
         num_real = sum(len(sequence.token_ids) for sequence in _training_sequences(groups))
         padding_fraction = 1 - num_real / sum(batch.input_ids.numel() for batch in batches)
         return UpdateResult(loss=loss, grad_norm=grad_norm, padding_fraction=padding_fraction, **facts)
 
     def rehearse(self, groups: Sequence[Group], config: LossConfig, *, max_tokens: int) -> None:
-        """Form the gradient of one micro-batch and drop it: what does not fit into memory shows here."""
+        """Form the gradient of one micro-batch and drop it: what does not fit into memory shows here.
+
+        Meanwhile as much is allocated as Adam's moments and the weights before the last update will take.
+        """
+        import torch
+
+        numbers = sum(parameter.numel() for parameter in self.parameters.values())
+        later = torch.empty(3 * numbers, device=self.device)
         totals = StepTotals(num_sequences=1, num_tokens=1, max_tokens=max_tokens)
         batch = next(micro_batches(groups, max_tokens=self.micro_batch_tokens))
         self._gradient_in_memory([batch], [None], config, totals)
         self.optimizer.zero_grad()
+        del later
 
     def _gradient_in_memory(
         self,
@@ -407,7 +422,7 @@ class Policy:
 
         `adapter_model.safetensors` has PEFT's module names, `vllm/adapter_model.safetensors` those of the
         sampler's architecture, `optimizer.safetensors` Adam's moments and step counts, `random.safetensors` the
-        states of PyTorch's generators, for base models with dropout.
+        states of PyTorch's generators after the last update, for base models with dropout.
         """
         from safetensors.torch import save_file
 
@@ -420,7 +435,7 @@ class Policy:
             for key, value in self.optimizer.state[parameter].items()
         }
         save_file(moments, folder / "optimizer.safetensors")
-        save_file(_random_states(self.device), folder / "random.safetensors")
+        save_file(self._random_states, folder / "random.safetensors")
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter in PEFT's format with the sampler's module names."""
@@ -461,6 +476,7 @@ class Policy:
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and self.device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"])
+        self._random_states = states
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:
@@ -468,6 +484,11 @@ def _random_states(device: torch.device) -> dict[str, Tensor]:
 
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+
+
+def _token_gaps(batch: Batch, logprobs: Tensor | None) -> Tensor:
+    assert logprobs is not None
+    return (logprobs.cpu() - batch.sampling_logprobs)[batch.completion_mask]
 
 
 def _halved(batches: Sequence[Batch], before: Sequence[Tensor | None]) -> tuple[list[Batch], list[Tensor | None]]:

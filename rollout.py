@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import math
 import os
 import statistics
@@ -187,8 +188,8 @@ def collect_groups(
 ) -> list[Group]:
     """Sample and grade one group for each problem, in the problems' order.
 
-    Each (seed, step, group, sample) has a sampling seed of its own. A group is graded while others are still
-    being sampled.
+    Each (seed, step, group, sample) has a sampling seed of its own. A group is graded as soon as it is complete,
+    between two steps of the engine.
     """
     prompts = [encode_prompt(tokenizer, problem.question) for problem in problems]
     seeds = [
@@ -357,12 +358,14 @@ class Sampler:
     def load_adapter(self, path: str | Path, *, version: int) -> int:
         """Sample from the adapter in `path` from now on, and return how many modules of the engine it reached.
 
+        What the engine holds afterwards is compared with the file: every module, and the sum of |B| over them.
+
         Args:
             path: a folder in PEFT's format with vLLM's module names (`policy.save_adapter` writes one).
             version: names the adapter in the engine, so that no version is mistaken for another.
 
         Raises:
-            RuntimeError: the engine matched fewer modules than the folder holds.
+            RuntimeError: the engine matched fewer modules than the folder holds, or holds other weights.
         """
         from safetensors import safe_open
         from vllm.lora.request import LoRARequest
@@ -371,12 +374,19 @@ class Sampler:
         request = LoRARequest(f"policy-{version}", version + 1, str(path))
         self.engine.llm_engine.add_lora(request)
         with safe_open(Path(path, "adapter_model.safetensors"), framework="pt") as tensors:
-            sent = sum(name.endswith(".lora_B.weight") for name in tensors.keys())  # noqa: SIM118
-        (matched,) = self.engine.collective_rpc(_count_matched_modules, args=(request.lora_int_id,))
+            names = [name for name in tensors.keys() if name.endswith(".lora_B.weight")]  # noqa: SIM118
+            sizes = sum(_sum_of_sizes(tensors.get_tensor(name).bfloat16()) for name in names)
+        sent, expected = len(names), _scaling(Path(path, "adapter_config.json")) * sizes
+        ((matched, found),) = self.engine.collective_rpc(_what_the_engine_holds, args=(request.lora_int_id,))
         if matched != sent:
             raise RuntimeError(
                 f"the sampler matched {matched} of the {sent} modules of adapter {path}; the others would be "
                 "sampled from the base model. The module names do not fit the sampler's architecture."
+            )
+        if abs(found - expected) > 1e-6 * expected:
+            raise RuntimeError(
+                f"the sampler holds another adapter than {path}: the sizes of B sum to {found:.9g} there and to "
+                f"{expected:.9g} in the file"
             )
         self._adapter = request
         return matched
@@ -437,14 +447,30 @@ def _vllm_rank(rank: int) -> int:
     return fitting[0]
 
 
-def _count_matched_modules(worker: Any, adapter_id: int) -> int:
-    """Count, inside vLLM's worker, the adapter's modules that found a layer (a packed layer counts its parts)."""
+def _what_the_engine_holds(worker: Any, adapter_id: int) -> tuple[int, float]:
+    """Return, in vLLM's worker, how many modules the adapter found (a packed layer counts its parts), and sum |B|.
+
+    The sum is over the memory that the layers read when they compute, not over a copy.
+    """
     manager = worker.model_runner.lora_manager._adapter_manager
-    adapter = manager.get_adapter(adapter_id)
-    matched = 0
-    for name in manager.modules:
+    adapter, slot = manager.get_adapter(adapter_id), manager.lora_index_to_id.index(adapter_id)
+    matched, total = 0, 0.0
+    for name, module in manager.modules.items():
         weights = manager._get_lora_layer_weights(adapter, name)
         if weights is not None:
             parts = weights.lora_b if isinstance(weights.lora_b, list) else [weights.lora_b]
             matched += sum(part is not None for part in parts)
-    return matched
+            total += sum(_sum_of_sizes(stacked[slot]) for stacked in module.lora_b_stacked)
+    return matched, total
+
+
+def _scaling(config: Path) -> float:
+    """Return what an adapter's B is multiplied by, or nan where that rounds or differs from module to module."""
+    settings = json.loads(config.read_text())
+    scaling = settings["lora_alpha"] / settings["r"]
+    uniform = not any(settings.get(key) for key in ("rank_pattern", "alpha_pattern", "use_rslora"))
+    return scaling if uniform and math.frexp(scaling)[0] == 0.5 else math.nan  # a power of two
+
+
+def _sum_of_sizes(tensor: Any) -> float:
+    return float(tensor.abs().double().sum())

@@ -25,8 +25,10 @@ from loss import Algorithm
 from rollout import INSTRUCTION, encode_prompt
 
 HERE = Path(__file__).parent
-RUNNING: list[subprocess.Popen] = []
-"""The script that is running, if one is."""
+RUNNING: list[subprocess.Popen | None] = []
+"""The script that is running, if one is; None while it is being started."""
+EARLY: list[int] = []
+"""Signals that came in that moment."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -274,10 +276,13 @@ def _script(name: str, *arguments: object) -> None:
     words = [str(argument) for argument in arguments]
     print(f"\n$ python {name} {' '.join(words)}", flush=True)
     # In a process group of its own, the script hears of a Ctrl-C once, from here, and has time to save.
+    RUNNING.append(None)
     with subprocess.Popen([sys.executable, str(HERE / name), *words], process_group=0) as script:
-        RUNNING.append(script)
+        RUNNING[0] = script
+        while EARLY:
+            script.send_signal(EARLY.pop())
         status = script.wait()
-        RUNNING.remove(script)
+        RUNNING.clear()
     if status < 0 or status > 128:
         print("\ninterrupted: the same command continues")
     if status:
@@ -288,7 +293,10 @@ def _pass_on(signum: int, frame: object) -> None:
     """Hand a signal to the script that is running; with none, stop here."""
     if not RUNNING:
         raise KeyboardInterrupt
-    RUNNING[0].send_signal(signum)
+    if RUNNING[0] is None:
+        EARLY.append(signum)
+    else:
+        RUNNING[0].send_signal(signum)
 
 
 def _say_what_happened(folder: Path, steps: int) -> None:

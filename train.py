@@ -36,6 +36,7 @@ from checkpoint import (
     set_aside,
     sha256,
     write_rollouts,
+    writing,
 )
 from data import Problem, ProblemStream, read_problems, write_whole
 from loss import LossConfig
@@ -151,7 +152,8 @@ class Setup:
     def record_check(self, findings: dict[str, str]) -> None:
         """Add what the self-check verified to `config.json`."""
         text = json.dumps(self.record | {"self_check": findings}, indent=2) + "\n"
-        write_whole(self.config.folder / "config.json", text)
+        with writing(self.config.folder / "config.json", num_bytes=len(text)):
+            write_whole(self.config.folder / "config.json", text)
 
 
 def prepare(config: TrainConfig, grader: Grader) -> Setup:
@@ -160,7 +162,6 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
     ValueError or OSError, in one sentence, naming what is missing and what to do; nothing has been written then.
     """
     _require(config)
-    config, needs = _planned(config)
     problems = read_problems(config.data)[: config.max_train_samples]
     for number, problem in enumerate(problems, start=1):
         try:
@@ -168,6 +169,7 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
         except ValueError as error:
             raise ValueError(f"{config.data}, line {number}: {error}") from error
     fingerprint = base_fingerprint(model_folder(config.policy.base_model, config.policy.revision))
+    config, needs = _planned(config)
     tokenizer = load_tokenizer(config.policy.base_model, config.policy.revision)
     fitting = fitting_problems(problems, tokenizer, config.sampling.max_prompt_tokens)
     if len(fitting) < len(problems):
@@ -193,21 +195,20 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
             raise ValueError(
                 f"the run {config.folder} exists already; continue it with --resume or choose another --run-name"
             )
-        num_checkpoints = -(-config.max_steps // config.save_every)
-        tokens = config.max_steps * config.sequences_per_step * config.sampling.max_tokens
-        num_bytes = bytes_on_disk(
-            needs,
-            num_checkpoints=min(num_checkpoints, config.keep_checkpoints or num_checkpoints),
-            num_rollout_tokens=tokens if config.save_rollouts == "all" else 0,
-        )
-        require_space(config.folder, num_bytes)
-        config.folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            require_space(config.folder, _bytes_to_write(config, needs, after_step=0))
+            config.folder.mkdir(parents=True, exist_ok=True)
         lock = lock_run(config.folder)
-        if resume:
-            checkpoint = _chosen_checkpoint(config)
-            state = load_state(checkpoint) if checkpoint else state
-            set_aside(config.folder, after_step=state.step)
-        write_whole(config_path, json.dumps(record, indent=2) + "\n")
+        try:
+            if resume and (checkpoint := _chosen_checkpoint(config, fingerprint)):
+                state = load_state(checkpoint)
+            if resume:
+                require_space(config.folder, _bytes_to_write(config, needs, after_step=state.step))
+                set_aside(config.folder, after_step=state.step)
+            write_whole(config_path, json.dumps(record, indent=2) + "\n")
+        except BaseException:
+            lock.close()
+            raise
     return Setup(
         config=config,
         problems=fitting,
@@ -219,14 +220,25 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
     )
 
 
-def _chosen_checkpoint(config: TrainConfig) -> Path | None:
+def _bytes_to_write(config: TrainConfig, needs: Needs, *, after_step: int) -> int:
+    steps = max(0, config.max_steps - after_step)
+    count = -(-steps // config.save_every)
+    tokens = steps * config.sequences_per_step * config.sampling.max_tokens
+    return bytes_on_disk(
+        needs,
+        num_checkpoints=min(count, config.keep_checkpoints or count),
+        num_rollout_tokens=tokens if config.save_rollouts == "all" else 0,
+    )
+
+
+def _chosen_checkpoint(config: TrainConfig, fingerprint: str) -> Path | None:
     chosen = config.resume_from
     if chosen is None:
-        return newest_good_checkpoint(config.folder)
+        return newest_good_checkpoint(config.folder, base_fingerprint=fingerprint)
     if chosen.resolve().parent != (config.folder / "checkpoints").resolve() or not chosen.is_dir():
         raise ValueError(f"{chosen} is not a checkpoint of the run {config.folder}")
     try:
-        load_state(chosen)
+        load_state(chosen, base_fingerprint=fingerprint)
     except ValueError as error:
         raise ValueError(f"{error}; --resume takes the newest one that is whole") from error
     return chosen
@@ -240,21 +252,29 @@ def _planned(config: TrainConfig) -> tuple[TrainConfig, Needs]:
     if not torch.cuda.is_available():
         tokens = config.policy.micro_batch_tokens or CPU_MICRO_BATCH_TOKENS
         return replace(config, policy=replace(config.policy, micro_batch_tokens=tokens), sampler_sleep="off"), needs
-    gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-    plan = plan_for(needs, config.sampling, num_sequences=config.sequences_per_step, gpu_bytes=gpu_bytes)
-    if plan is None and not (config.sampler_memory_fraction and config.policy.micro_batch_tokens):
-        raise ValueError(
-            f"by the plan, this run does not fit into {gpu_bytes / 1e9:.0f} GB (see --plan); to try all the same, "
-            "give --sampler-memory-fraction and --micro-batch-tokens"
-        )
+    free_bytes, gpu_bytes = map(float, torch.cuda.mem_get_info())
+    fraction = config.sampler_memory_fraction
+    plan = plan_for(
+        needs,
+        config.sampling,
+        num_sequences=config.sequences_per_step,
+        gpu_bytes=gpu_bytes,
+        free_bytes=free_bytes,
+        sleep=None if config.sampler_sleep == "auto" else config.sampler_sleep == "on",
+        sampler_bytes=fraction * gpu_bytes if fraction else None,
+    )
     if plan:
-        sleep = plan.sleep if config.sampler_sleep == "auto" else config.sampler_sleep == "on"
         tokens = config.policy.micro_batch_tokens or plan.micro_batch_tokens
         config = replace(
             config,
             policy=replace(config.policy, micro_batch_tokens=tokens),
-            sampler_memory_fraction=config.sampler_memory_fraction or plan.sampler_memory_fraction,
-            sampler_sleep="on" if sleep else "off",
+            sampler_memory_fraction=fraction or plan.sampler_memory_fraction,
+            sampler_sleep="on" if plan.sleep else "off",
+        )
+    elif not (fraction and config.policy.micro_batch_tokens):
+        raise ValueError(
+            f"by the plan, this run does not fit into the {free_bytes / 1e9:.0f} GB that are free (see --plan); to "
+            "try all the same, give --sampler-memory-fraction and --micro-batch-tokens"
         )
     print(
         f"sampler_memory_fraction {config.sampler_memory_fraction}, micro_batch_tokens "
@@ -287,7 +307,7 @@ def _require(config: TrainConfig) -> None:
 
 
 class Interrupts:
-    """Turns SIGTERM, SIGHUP and Ctrl-C into a KeyboardInterrupt that never falls between two halves of a step.
+    """Turns SIGTERM, SIGHUP and Ctrl-C into a KeyboardInterrupt that never falls where it would leave a half.
 
     The second one ends the process at once.
     """
@@ -296,7 +316,6 @@ class Interrupts:
         """Prepare to listen; a context manager does."""
         self.received: int | None = None
         self.holding = False
-        """Whether the weights have moved and the step is not on record yet."""
         heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         self._before = {s: signal.getsignal(s) for s in heard if signal.getsignal(s) != signal.SIG_IGN}  # nohup
 
@@ -316,7 +335,7 @@ class Interrupts:
             signal.signal(signum, self._handle)
 
     def hold(self) -> None:
-        """Let a step that has begun to move the weights be finished."""
+        """Put what comes off until `release`: what has begun now is not to be left half done."""
         self.holding = True
 
     def release(self) -> None:
@@ -329,16 +348,16 @@ class Interrupts:
         self.received = signum
         for other in self._before:
             signal.signal(other, signal.SIG_DFL)
-        if self.holding:
-            tqdm.write("finishing the step")
-        else:
+        tqdm.write("stopping; the same again ends it at once")
+        if not self.holding:
             raise KeyboardInterrupt
 
 
 def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
     """Run the steps that are left, saving every `save_every` steps and at the end.
 
-    Stopped by a signal or a fault, it saves the last whole step before it passes the exception on.
+    Stopped by a signal or a fault, it saves the last whole step before it passes the exception on; only a fault
+    after the weights have moved, before the step is on record, leaves no more than the last checkpoint.
     """
     config, state = setup.config, setup.state
     stream = ProblemStream(setup.problems, seed=config.seed, num_taken=state.problems_taken)
@@ -365,7 +384,7 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
         tqdm.write(policy.coverage())
         if config.loss.old_logprobs == "policy" and config.loss.mini_batches == 1:
             tqdm.write("the old policy is the policy itself, once a batch: every ratio is exactly 1, nothing clips")
-        saved = state.step
+        saved, step, moving = state.step, state.step, False
 
         def save(*, interrupted: bool = False) -> None:
             folder = config.folder / "checkpoints" / f"step-{state.step:06d}"
@@ -373,14 +392,17 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
             save_checkpoint(folder, policy, whole, keep=config.keep_checkpoints)
 
         def before_step(token_gaps: Tensor) -> None:
+            nonlocal moving
             gate.check_update(token_gaps)
             interrupts.hold()
+            moving = True
 
         try:
             for step in trange(state.step + 1, config.max_steps + 1, desc=config.run_name, dynamic_ncols=True):
                 started = time.perf_counter()
                 sampler.wake()
-                policy.save_adapter(adapter)
+                with writing(adapter):
+                    policy.save_adapter(adapter)
                 sampler.load_adapter(adapter, version=step - 1)
                 synced, graded_before = time.perf_counter(), grader.seconds
                 groups = collect_groups(
@@ -398,12 +420,15 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
                 if config.save_rollouts == "all":
                     write_rollouts(config.folder / "rollouts" / f"step-{step:06d}.parquet", groups)
                 sampler.sleep()
+                interrupts.hold()  # for a while the policy is another
                 reading = gate.check(groups)
+                interrupts.release()
                 gated = time.perf_counter()
                 updates = policy.update(
                     groups, config.loss, max_tokens=config.sampling.max_tokens, before_step=before_step
                 )
                 ended = time.perf_counter()
+                interrupts.hold()
                 log.write(
                     step_metrics(
                         step,
@@ -420,14 +445,14 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
                         ),
                     )
                 )
-                state = replace(state, step=step, problems_taken=stream.num_taken)
+                state, moving = replace(state, step=step, problems_taken=stream.num_taken), False
                 if step % config.save_every == 0 or step == config.max_steps:
                     save()
                     saved = step
                 interrupts.release()
         except BaseException as fault:
-            fault.add_note(f"in step {state.step + 1}")
-            if state.step > saved and not interrupts.holding:
+            fault.add_note(f"in step {step}")
+            if state.step > saved and not moving:
                 try:
                     save(interrupted=True)
                 except Exception as error:
@@ -520,6 +545,8 @@ FREE_ON_RESUME = {
     "plan",
     "swanlab_mode",
     "data",
+    "policy/base_model",
+    "policy/revision",
     "policy/micro_batch_tokens",
     "policy/gradient_checkpointing",
     "sampler_memory_fraction",
@@ -557,19 +584,26 @@ def main() -> None:
         _stop("interrupted", begun, status=128 + (interrupts.received or signal.SIGINT))
     except (DiskError, CheckError, FloatingPointError) as error:
         _stop("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), begun, status=1 if begun else 2)
-    except (ValueError, OSError) as error:
-        if begun:
+    except Exception as error:
+        if begun or not isinstance(error, ValueError | OSError):
+            error.add_note(_how_to_go_on() if begun else "before the first step; nothing is lost")
             raise
         _stop(f"error: {error}", begun, status=2)
 
 
 def _stop(message: str, begun: bool, *, status: int) -> NoReturn:
-    print(f"\n{message}" if begun else message, file=sys.stderr)
-    if begun:
-        pairs = pairwise(["", *sys.argv])
-        words = [word for flag, word in pairs if not word.startswith("--resume") and flag != "--resume-from"]
-        print(f"continue from the newest checkpoint: python {shlex.join(words)} --resume", file=sys.stderr)
+    print(f"\n{message}\n{_how_to_go_on()}" if begun else message, file=sys.stderr)
     sys.exit(status)
+
+
+def _how_to_go_on() -> str:
+    pairs = pairwise(["", *sys.argv])
+    words = [
+        word
+        for flag, word in pairs
+        if not word.startswith("--resume") and flag.replace("_", "-") != "--resume-from"
+    ]
+    return f"continue from the newest checkpoint: python {shlex.join(words)} --resume"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 from checkpoint import (
     DiskError,
     TrainState,
+    load_state,
     lock_run,
     newest_good_checkpoint,
     read_rollouts,
@@ -54,6 +55,28 @@ def test_a_checkpoint_of_an_interruption_gives_way_to_the_next_and_old_ones_to_t
     assert steps(tmp_path) == [1, 3]
     save(tmp_path, 4, keep=2)
     assert steps(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4, 5])
+def test_the_newest_so_many_checkpoints_are_kept(tmp_path, keep):
+    for step in range(1, 9):
+        save(tmp_path, step, keep=keep)
+        assert steps(tmp_path) == list(range(max(1, step + 1 - keep), step + 1))
+
+
+def test_a_changed_state_and_another_base_model_are_refused_by_name(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    folder = tmp_path / "checkpoints/step-000002"
+    with pytest.raises(ValueError, match=r"step-000002 belongs to another base model \(f, here g\)"):
+        load_state(folder, base_fingerprint="g")
+    whole = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(whole.replace('"problems_taken": 0', '"problems_taken": 8'))
+    with pytest.raises(ValueError, match=r"step-000002 is damaged: state\.json is not what was written there"):
+        load_state(folder)
+    assert newest_good_checkpoint(tmp_path) == tmp_path / "checkpoints/step-000001"
+    with pytest.raises(ValueError, match=r"no checkpoint of .* can be used"):
+        newest_good_checkpoint(tmp_path, base_fingerprint="g")
 
 
 def test_a_checkpoint_that_cannot_be_written_names_path_and_space_and_leaves_the_others(tmp_path):

@@ -65,6 +65,22 @@ def test_values_entropies_and_gradients_equal_those_of_full_logits(kind, tempera
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-9)
 
 
+def test_a_confident_tokens_gradient_survives_bfloat16():
+    """Nearly all of 1 - p is lost when p = 0.999 is rounded before it is subtracted."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 50, bias=False).requires_grad_(False).bfloat16()
+    hidden = (40 * head.weight[:8]).detach().requires_grad_()
+    targets = torch.arange(8)
+    logprobs, _ = head_logprobs(hidden, head, targets)
+    assert logprobs.exp().max() > 0.998
+    (found,) = torch.autograd.grad(logprobs.sum(), hidden)
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact, _ = full_logits(exact_hidden, head.double(), targets, 1.0, None)
+    (expected,) = torch.autograd.grad(exact.sum(), exact_hidden)
+    errors = (found.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.max() < 0.05
+
+
 def test_log_probabilities_are_float32_over_a_bfloat16_model():
     hidden = torch.randn(4, 6, dtype=torch.bfloat16, requires_grad=True)
     logprobs, entropies = head_logprobs(hidden, frozen_head().bfloat16(), torch.arange(4))
