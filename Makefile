@@ -10,7 +10,7 @@ UV_READY := .uv/bin/uv
 endif
 
 help:
-	@echo "make tiny   the whole chapter in miniature, on a CPU, in about six minutes"
+	@echo "make tiny   the whole chapter in miniature, on a CPU, in about five minutes"
 	@echo "make test   every test      make lint   ruff and basedpyright"
 	@echo "make gpu    prepare this machine for the real run (then: python train.py)"
 
