@@ -111,9 +111,7 @@ def save_checkpoint(folder: Path, policy: Policy, state: TrainState, *, keep: in
             state = replace(state, sha256={str(path.relative_to(temporary)): sha256(path) for path in files})
             for path in files:
                 _sync_to_disk(path)
-            record = asdict(state)
-            record |= {"sha256_of_this": _digest(record)}
-            write_whole(temporary / "state.json", json.dumps(record, indent=2) + "\n")
+            write_state(temporary, state)
             temporary.rename(folder)
             _sync_to_disk(folder.parent)
         except BaseException:
@@ -139,6 +137,13 @@ def _checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
+def write_state(folder: Path, state: TrainState) -> None:
+    """Write `state.json`, with a hash of its own content."""
+    record = asdict(state)
+    record["sha256_of_this"] = _digest(record)
+    write_whole(folder / "state.json", json.dumps(record, indent=2) + "\n")
+
+
 def load_state(folder: Path, *, base_fingerprint: str | None = None) -> TrainState:
     """Return a checkpoint's state.
 
@@ -151,7 +156,7 @@ def load_state(folder: Path, *, base_fingerprint: str | None = None) -> TrainSta
         state = TrainState(**record)
     except (OSError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"checkpoint {folder} has no readable state.json ({error})") from error
-    if digest != _digest(record) or folder.name != f"step-{state.step:06d}":
+    if digest != _digest(record):
         raise ValueError(f"checkpoint {folder} is damaged: state.json is not what was written there")
     if base_fingerprint is not None and base_fingerprint != state.base_fingerprint:
         raise ValueError(

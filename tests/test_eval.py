@@ -13,14 +13,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 import eval as evaluation
-from checkpoint import TrainState
+from checkpoint import TrainState, write_state
 from data import Problem, write_problems
 from eval import EvalConfig, carry_out, evaluate, main, prepare
 from results import read_evaluation, summarise
@@ -101,7 +100,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grader: Grader) -
         state = TrainState(
             step=step, problems_taken=0, seed=1, base_model="base", base_fingerprint=fingerprint, swanlab_id=None
         )
-        (folder / "state.json").write_text(json.dumps(asdict(state)))
+        write_state(folder, state)
     run = {"base_model": "base", "revision": None, "lora_rank": 4, "base_fingerprint": fingerprint}
     (tmp_path / "runs/demo/config.json").write_text(json.dumps(run))
     return tmp_path
