@@ -20,7 +20,7 @@ from unicodedata import normalize
 
 from data import Problem
 from loss import LossConfig
-from policy import Batch, Policy, micro_batches
+from policy import Batch, Policy, delta_layers, micro_batches
 from reward import Score
 from rollout import (
     INSTRUCTION,
@@ -107,8 +107,8 @@ class Gate:
 
     def _examine(self, groups: Sequence[Group], probe: Batch) -> None:
         """Raise CheckError, saying what is wrong, when all completions of the step confirm the suspicion."""
-        everything = [replace(group, rollouts=[_with_gradient(r) for r in group.rollouts]) for group in groups]
-        gap, nearer = self._compare(list(micro_batches(everything, max_tokens=self._policy.micro_batch_tokens)))
+        batches = micro_batches(groups, max_tokens=self._policy.micro_batch_tokens, degenerate_too=True)
+        gap, nearer = self._compare(list(batches))
         name, test = max(nearer.items(), key=lambda item: item[1].deviations)
         if test.deviations > CERTAIN and test.gap < gap and test.gap <= self.limit:
             raise CheckError(
@@ -186,16 +186,11 @@ def _probe(groups: Sequence[Group]) -> Batch:
     chosen = [pairs[-1], *reversed(pairs[: len(pairs) // 2])]
     totals = accumulate(len(rollout.completion.token_ids) for _, rollout in chosen)
     count = next((n for n, total in enumerate(totals, start=1) if n >= 2 and total >= PROBE_TOKENS), len(chosen))
-    return _together([replace(group, rollouts=[_with_gradient(rollout)]) for group, rollout in chosen[:count]])
-
-
-def _with_gradient(rollout: Rollout) -> Rollout:
-    """Return the rollout with an advantage, so that micro_batches keeps it."""
-    return replace(rollout, advantage=1.0)
+    return _together([replace(group, rollouts=[rollout]) for group, rollout in chosen[:count]])
 
 
 def _together(groups: Sequence[Group]) -> Batch:
-    (batch,) = micro_batches(groups, max_tokens=sys.maxsize)
+    (batch,) = micro_batches(groups, max_tokens=sys.maxsize, degenerate_too=True)
     return batch
 
 
@@ -243,31 +238,20 @@ def self_check(
     import torch
 
     with torch.random.fork_rng():  # a resumed run must not draw otherwise for having been checked again
-        return _self_check(policy, sampler, tokenizer, problems, sampling, adapter)
-
-
-def _self_check(
-    policy: Policy,
-    sampler: Sampler,
-    tokenizer: Any,
-    problems: Sequence[Problem],
-    sampling: SamplingConfig,
-    adapter: Path,
-) -> SelfCheck:
-    findings = {
-        "chat template": _check_chat_template(tokenizer),
-        "end token": _check_end_token(tokenizer, policy),
-        "tokenizer": _check_round_trip(tokenizer, problems[:20]),
-        "gated delta net": _check_delta_kernels(policy),
-    }
-    sampler.unload_adapter()
-    groups = _sample_from_base(sampler, tokenizer, problems[:4], sampling)
-    floor, findings["engines"] = _check_engines(policy, groups)
-    findings["padding"] = _check_padding(policy, groups, floor)
-    findings["gradients"] = _check_gradients(policy, groups)
-    policy.save_adapter(adapter)
-    matched = sampler.load_adapter(adapter, version=0)
-    findings["adapter"] = f"the sampler matched all of its {matched} modules"
+        findings = {
+            "chat template": _check_chat_template(tokenizer),
+            "end token": _check_end_token(tokenizer, policy),
+            "tokenizer": _check_round_trip(tokenizer, problems[:20]),
+            "gated delta net": _check_delta_kernels(policy),
+        }
+        sampler.unload_adapter()
+        groups = _sample_from_base(sampler, tokenizer, problems[:4], sampling)
+        floor, findings["engines"] = _check_engines(policy, groups)
+        findings["padding"] = _check_padding(policy, groups, floor)
+        findings["gradients"] = _check_gradients(policy, groups)
+        policy.save_adapter(adapter)
+        matched = sampler.load_adapter(adapter, version=0)
+        findings["adapter"] = f"the sampler matched all of its {matched} modules"
     return SelfCheck(findings=findings, floor=floor)
 
 
@@ -295,11 +279,10 @@ def rehearse(
         completion = Completion(
             token_ids=(words * tokens)[:tokens], logprobs=[-1.0] * tokens, text="", finish_reason="length"
         )
-        score = Score(reward=0.0, answer=None, verdict="no_box")
-        rollout = Rollout(completion=completion, score=score, advantage=1.0)
         problem = Problem(id="rehearsal", question="rehearsal", answer="0")
         shown = prompt[: max(1, length - tokens)]
-        return Group(problem=problem, prompt_ids=shown, rollouts=[rollout] * num_sequences, policy_version=0)
+        rollouts = [_ungraded(completion, 1.0)] * num_sequences
+        return Group(problem=problem, prompt_ids=shown, rollouts=rollouts, policy_version=0)
 
     longest = sampling.max_prompt_tokens + sampling.max_tokens
     filling = policy.micro_batch_tokens // -(-policy.micro_batch_tokens // longest)  # a batch of these is full
@@ -365,19 +348,21 @@ def _sample_from_base(
     seeds = [[sampling_seed("check", index, member) for member in range(2)] for index in range(len(prompts))]
     groups = dict(sampler.stream(prompts, short, seeds))
 
-    def rollout(completion: Completion, advantage: float) -> Rollout:
-        score = Score(reward=0.0, answer=None, verdict="no_box")
-        return Rollout(completion=completion, score=score, advantage=advantage)
-
     return [
         Group(
             problem=problem,
             prompt_ids=prompts[index],
-            rollouts=[rollout(c, advantage) for c, advantage in zip(groups[index], (1.0, -1.0), strict=True)],
+            rollouts=[_ungraded(c, advantage) for c, advantage in zip(groups[index], (1.0, -1.0), strict=True)],
             policy_version=0,
         )
         for index, problem in enumerate(problems)
     ]
+
+
+def _ungraded(completion: Completion, advantage: float) -> Rollout:
+    return Rollout(
+        completion=completion, score=Score(reward=0.0, answer=None, verdict="no_box"), advantage=advantage
+    )
 
 
 def _check_engines(policy: Policy, groups: Sequence[Group]) -> tuple[float, str]:
@@ -448,11 +433,10 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tenso
 
 def _check_delta_kernels(policy: Policy) -> str:
     """Compare the kernel that this model's layers call with `delta_rule` in float32, forward and backward."""
-    layers = [module for module in policy.model.modules() if hasattr(module, "head_k_dim")]
+    layers = delta_layers(policy.model)
     if not layers:
         return "the model has no such layer"
-    module: Any = sys.modules[type(layers[0]).__module__]
-    kernel = getattr(layers[0], "chunk_gated_delta_rule", None) or module.torch_chunk_gated_delta_rule
+    kernel = delta_kernel(layers[0])
     errors = delta_kernel_errors(kernel, layers[0], policy.device)
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= KERNEL_LIMIT:
@@ -468,6 +452,12 @@ def _check_delta_kernels(policy: Policy) -> str:
         source += " (correct, but many times slower than flash-linear-attention, which `make gpu` installs)"
     largest = f"largest error {errors[worst]:.2%}, of {worst} (limit {KERNEL_LIMIT:.0%})"
     return f"{len(layers)} layers on {source}; {largest}"
+
+
+def delta_kernel(layer: Any) -> Callable[..., Any]:
+    """Return the function that a gated-delta-net layer calls for a sequence."""
+    module: Any = sys.modules[type(layer).__module__]
+    return getattr(layer, "chunk_gated_delta_rule", None) or module.torch_chunk_gated_delta_rule
 
 
 def delta_kernel_errors(kernel: Callable[..., Any], layer: Any, device: torch.device) -> dict[str, float]:

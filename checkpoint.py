@@ -128,8 +128,8 @@ def save_checkpoint(folder: Path, policy: Policy, state: TrainState, *, keep: in
 
 def _written_on_interruption(folder: Path) -> bool:
     try:
-        return json.loads((folder / "state.json").read_text()).get("interrupted", False)
-    except (OSError, ValueError):
+        return read_state(folder).interrupted
+    except ValueError:
         return False
 
 
@@ -144,12 +144,8 @@ def write_state(folder: Path, state: TrainState) -> None:
     write_whole(folder / "state.json", json.dumps(record, indent=2) + "\n")
 
 
-def load_state(folder: Path, *, base_fingerprint: str | None = None) -> TrainState:
-    """Return a checkpoint's state.
-
-    ValueError naming the file that is missing or was changed since, or the base model where it is another one than
-    that of `base_fingerprint`.
-    """
+def read_state(folder: Path) -> TrainState:
+    """Return what `write_state` wrote, without a look at the other files; ValueError when it was changed since."""
     try:
         record = json.loads((folder / "state.json").read_text())
         digest = record.pop("sha256_of_this")
@@ -158,6 +154,16 @@ def load_state(folder: Path, *, base_fingerprint: str | None = None) -> TrainSta
         raise ValueError(f"checkpoint {folder} has no readable state.json ({error})") from error
     if digest != _digest(record):
         raise ValueError(f"checkpoint {folder} is damaged: state.json is not what was written there")
+    return state
+
+
+def load_state(folder: Path, *, base_fingerprint: str | None = None) -> TrainState:
+    """Return a checkpoint's state, having read every byte of the checkpoint.
+
+    ValueError naming the file that is missing or was changed since, or the base model where it is another one than
+    that of `base_fingerprint`.
+    """
+    state = read_state(folder)
     if base_fingerprint is not None and base_fingerprint != state.base_fingerprint:
         raise ValueError(
             f"checkpoint {folder} belongs to another base model ({state.base_fingerprint}, here {base_fingerprint})"

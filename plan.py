@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from policy import PolicyConfig
+from policy import CHECKPOINT_BYTES, PolicyConfig, adapted_layers, delta_layers
 from rollout import SamplingConfig
 
 if TYPE_CHECKING:
@@ -62,10 +62,9 @@ def model_needs(config: PolicyConfig) -> Needs:
     with torch.device("meta"):
         base: Any = AutoModelForCausalLM.from_config(text)
     layers = list(base.get_decoder().layers)
-    head = base.get_output_embeddings()
-    linears = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    linears = adapted_layers(base).values()
     num_adapter_parameters = sum(config.lora_rank * (m.in_features + m.out_features) for m in linears)
-    mixers = [m for layer in layers for m in layer.modules() if hasattr(m, "head_k_dim")]
+    mixers = delta_layers(base)
     states = [m.num_v_heads * m.head_k_dim * m.head_v_dim * 4 for m in mixers]  # float32
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -86,9 +85,8 @@ def _layer_activations(layer: nn.Module, rank: int) -> float:
 
     linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
     values = sum(2 * m.out_features + 4 * (m.in_features + rank + m.out_features) for m in linears)
-    mixers: list[Any] = [m for m in layer.modules() if hasattr(m, "head_k_dim")]
-    states = sum(m.num_v_heads * m.head_k_dim * m.head_v_dim * 4 / 64 for m in mixers)  # one a chunk of 64 tokens
-    return 2 * (values + states)
+    states = sum(m.num_v_heads * m.head_k_dim * m.head_v_dim * 4 for m in delta_layers(layer))  # float32
+    return 2 * (values + states / 64)  # a state a chunk of 64 tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,4 +174,5 @@ def describe(needs: Needs, sampling: SamplingConfig, *, num_sequences: int, card
 def bytes_on_disk(needs: Needs, *, num_checkpoints: int, num_rollout_tokens: int) -> int:
     """Return the most that a run can write: its checkpoints, one of them twice for a moment, and its rollouts."""
     token = 4 + 8 + 8  # its id, log-probability and text
-    return (num_checkpoints + 1) * 16 * needs.num_adapter_parameters + num_rollout_tokens * token
+    checkpoint = CHECKPOINT_BYTES * needs.num_adapter_parameters
+    return (num_checkpoints + 1) * checkpoint + num_rollout_tokens * token

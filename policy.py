@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 CPU_MICRO_BATCH_TOKENS = 16_384
+CHECKPOINT_BYTES = 16
+"""An adapter parameter in a checkpoint: the adapter twice and Adam's two moments, in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class _Sequence:
     advantage: float
 
 
-def _training_sequences(groups: Sequence[Group]) -> list[_Sequence]:
+def _sequences(groups: Sequence[Group], *, degenerate_too: bool = False) -> list[_Sequence]:
     return [
         _Sequence(
             token_ids=group.prompt_ids + rollout.completion.token_ids,
@@ -93,14 +95,18 @@ def _training_sequences(groups: Sequence[Group]) -> list[_Sequence]:
             advantage=rollout.advantage,
         )
         for group in groups
-        if not group.degenerate
+        if degenerate_too or not group.degenerate
         for rollout in group.rollouts
     ]
 
 
-def micro_batches(groups: Sequence[Group], *, max_tokens: int) -> Iterator[Batch]:
-    """Yield the non-degenerate groups' sequences, longest first, at most `max_tokens` with padding at a time."""
-    sequences = sorted(_training_sequences(groups), key=lambda s: len(s.token_ids), reverse=True)
+def micro_batches(groups: Sequence[Group], *, max_tokens: int, degenerate_too: bool = False) -> Iterator[Batch]:
+    """Yield the groups' sequences, longest first, at most `max_tokens` with padding at a time.
+
+    Degenerate groups teach nothing and are left out, unless they are asked for.
+    """
+    chosen = _sequences(groups, degenerate_too=degenerate_too)
+    sequences = sorted(chosen, key=lambda s: len(s.token_ids), reverse=True)
     while sequences:
         count = max(1, max_tokens // len(sequences[0].token_ids))
         yield _collate(sequences[:count])
@@ -126,6 +132,28 @@ def _collate(sequences: Sequence[_Sequence]) -> Batch:
         sampling_logprobs=sampling_logprobs,
         advantages=torch.tensor([sequence.advantage for sequence in sequences]),
     )
+
+
+def step_totals(groups: Sequence[Group], *, max_tokens: int) -> StepTotals:
+    """Return the denominators of an optimizer step on these groups, degenerate ones included."""
+    return StepTotals(
+        num_sequences=sum(len(group.rollouts) for group in groups),
+        num_tokens=sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts),
+        max_tokens=max_tokens,
+    )
+
+
+def adapted_layers(model: Any) -> dict[str, Any]:
+    """Return what the adapter is laid over, by name: every linear layer of a causal language model but its head."""
+    import torch
+
+    head = model.get_output_embeddings()
+    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+
+
+def delta_layers(model: Any) -> list[Any]:
+    """Return a model's or a block's gated-delta-net layers."""
+    return [module for module in model.modules() if hasattr(module, "head_k_dim")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,16 +206,9 @@ class Policy:
         )
         base.to(self.device)
         base.requires_grad_(False)
-        head = base.get_output_embeddings()
         if config.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
-        targets = sorted(
-            {
-                name.rpartition(".")[2]
-                for name, module in base.named_modules()
-                if isinstance(module, torch.nn.Linear) and module is not head
-            }
-        )
+        targets = sorted({name.rpartition(".")[2] for name in adapted_layers(base)})
         torch.manual_seed(seed)
         self.model: Any = get_peft_model(
             base, LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
@@ -235,11 +256,9 @@ class Policy:
         blank = logprobs.new_zeros(mask.shape)
         return blank.masked_scatter(mask, logprobs), blank.masked_scatter(mask, entropies)
 
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
+    def without_adapter(self) -> AbstractContextManager[None]:
         """Be the base model for a while."""
-        with self.model.disable_adapter():
-            yield
+        return self.model.disable_adapter()
 
     @contextmanager
     def previous_adapter(self) -> Iterator[None]:
@@ -315,11 +334,7 @@ class Policy:
         """Take one optimizer step; `before`: the logprobs before the first step, None where this is the first."""
         import torch
 
-        totals = StepTotals(
-            num_sequences=sum(len(group.rollouts) for group in groups),
-            num_tokens=sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts),
-            max_tokens=max_tokens,
-        )
+        totals = step_totals(groups, max_tokens=max_tokens)
         facts = self._gradient_in_memory(batches, before, config, totals)
         loss = float(facts.pop("loss").sum())
         grad_norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.parameters.values()))
@@ -329,7 +344,7 @@ class Policy:
         if config.mini_batches == 1:
             before_step(facts["token_gaps"])
         self.optimizer.step()
-        num_real = sum(len(sequence.token_ids) for sequence in _training_sequences(groups))
+        num_real = sum(len(sequence.token_ids) for sequence in _sequences(groups))
         padding_fraction = 1 - num_real / sum(batch.input_ids.numel() for batch in batches)
         return UpdateResult(loss=loss, grad_norm=grad_norm, padding_fraction=padding_fraction, **facts)
 
@@ -414,8 +429,8 @@ class Policy:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What `save` writes: the adapter twice and Adam's two moments, in float32."""
-        return 16 * sum(parameter.numel() for parameter in self.parameters.values())
+        """What `save` writes."""
+        return CHECKPOINT_BYTES * sum(parameter.numel() for parameter in self.parameters.values())
 
     def save(self, folder: Path) -> None:
         """Write everything that learns into `folder`: the adapter twice, and the optimizer.

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from checkpoint import base_fingerprint, load_state, read_rollouts
 from loss import PRESETS, Algorithm, StepTotals, policy_loss
-from policy import Policy, PolicyConfig, micro_batches
+from policy import Policy, PolicyConfig, micro_batches, step_totals
 from rollout import Group, group_advantages, model_folder
 
 if TYPE_CHECKING:
@@ -116,11 +116,7 @@ def compare(policy: Policy, groups: Sequence[Group], algorithms: Sequence[Algori
         length = len(rollout.completion.token_ids)
         for part in (quarters[length], _sign(rollout.advantage)):
             parts.setdefault(part, []).append(length)
-    totals = StepTotals(
-        num_sequences=sum(len(group.rollouts) for group in groups),
-        num_tokens=sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts),
-        max_tokens=max_tokens,
-    )
+    totals = step_totals(groups, max_tokens=max_tokens)
     pairs = [_score(policy, groups, algorithm, quarters, totals) for algorithm in tqdm(algorithms, leave=False)]
     units = [gradient / one.grad_norm if one.grad_norm else None for one, gradient in pairs]
     return Replay(

@@ -31,6 +31,7 @@ from checkpoint import (
     load_state,
     lock_run,
     newest_good_checkpoint,
+    read_state,
     require_space,
     save_checkpoint,
     set_aside,
@@ -201,7 +202,7 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
         lock = lock_run(config.folder)
         try:
             if resume and (checkpoint := _chosen_checkpoint(config, fingerprint)):
-                state = load_state(checkpoint)
+                state = read_state(checkpoint)  # it has just been verified
             if resume:
                 require_space(config.folder, _bytes_to_write(config, needs, after_step=state.step))
                 set_aside(config.folder, after_step=state.step)
@@ -281,11 +282,6 @@ def _planned(config: TrainConfig) -> tuple[TrainConfig, Needs]:
         f"{config.policy.micro_batch_tokens}, sampler_sleep {config.sampler_sleep}"
     )
     return config, needs
-
-
-def _plan_text(config: TrainConfig) -> str:
-    needs = model_needs(config.policy)
-    return describe(needs, config.sampling, num_sequences=config.sequences_per_step, cards=CARDS_GB)
 
 
 def _require(config: TrainConfig) -> None:
@@ -569,7 +565,8 @@ def main() -> None:
     interrupts = Interrupts()
     try:
         if config.plan:
-            print(_plan_text(config))
+            needs, sequences = model_needs(config.policy), config.sequences_per_step
+            print(describe(needs, config.sampling, num_sequences=sequences, cards=CARDS_GB))
             return
         with interrupts, Grader() as grader:  # its workers start before any engine
             setup = prepare(config, grader)

@@ -18,18 +18,18 @@ from typing import Any
 
 import tyro
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from check import delta_kernel_errors  # noqa: E402
-from data import Problem  # noqa: E402
-from loss import LossConfig  # noqa: E402
-from plan import model_needs, plan_for  # noqa: E402
-from policy import Policy, PolicyConfig  # noqa: E402
-from reward import Score  # noqa: E402
-from rollout import Completion, Group, Rollout, SamplingConfig, group_advantages  # noqa: E402
-from tiny import build_tokenizer  # noqa: E402
+from check import delta_kernel, delta_kernel_errors
+from data import Problem
+from loss import LossConfig
+from plan import model_needs, plan_for
+from policy import Policy, PolicyConfig, delta_layers
+from reward import Score
+from rollout import Completion, Group, Rollout, SamplingConfig, group_advantages
+from tiny import build_tokenizer
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bfloat16
 SHAPES: dict[str, dict[str, Any]] = {
@@ -41,6 +41,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "vocab_size": 248_320,
+    },
+    "100 M": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32_768,
+        "linear_num_key_heads": 12,
+        "linear_num_value_heads": 12,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
     },
     "tiny": {
         "hidden_size": 128,
@@ -133,9 +146,8 @@ def main(output: Path | None = None) -> None:
         "shape": shape,
         "micro_batch_tokens": budget,
     }
-    layer = next(module for module in policy.model.modules() if hasattr(module, "head_k_dim"))
-    module: Any = sys.modules[type(layer).__module__]
-    errors = delta_kernel_errors(module.torch_chunk_gated_delta_rule, layer, policy.device)
+    layer, *_ = delta_layers(policy.model)
+    errors = delta_kernel_errors(delta_kernel(layer), layer, policy.device)
     found |= {f"delta rule, error of {name}": error for name, error in errors.items()}
     groups = rollout_like_the_chapters(max_tokens, prompt_tokens=prompt_tokens)
     tokens = sum(prompt_tokens + len(r.completion.token_ids) for group in groups for r in group.rollouts)

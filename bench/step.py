@@ -23,42 +23,13 @@ import tyro
 SUITE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SUITE))
 
+from bench.gpu import build  # noqa: E402
 from data import read_problems, write_problems  # noqa: E402
 from rollout import INSTRUCTION  # noqa: E402
-from tiny import build_base, build_tokenizer, sums  # noqa: E402
+from tiny import build_base, sums  # noqa: E402
 
 FIRST = 2  # steps that warm up, left out of the mean
 PARTS = ("rollout", "grading", "gate", "update", "sync")
-
-
-def build_large(folder: Path) -> None:
-    """Write a randomly initialised Qwen3.5 of 100 M parameters to `folder`."""
-    import torch
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    tokenizer = build_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=32_768,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=64,
-        linear_num_key_heads=12,
-        linear_num_value_heads=12,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model: Any = Qwen3_5ForCausalLM(config)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters")
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def ours(base: Path, data: Path, max_tokens: int, steps: int) -> dict[str, float]:
@@ -176,7 +147,7 @@ def main() -> None:
         folder = Path(name)
         write_problems(folder / "sums.jsonl", sums(seed=0)[:60])
         build_base(folder / "tiny", seed=42, steps=300)
-        build_large(folder / "large")
+        build(folder / "large", "100 M")
         for size, max_tokens, steps in (("tiny", 96, 10), ("large", 64, 4)):
             mine = ours(folder / size, folder / "sums.jsonl", max_tokens, steps)
             theirs = trl(folder / size, folder / "sums.jsonl", max_tokens, steps)

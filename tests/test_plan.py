@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bench.gpu import SHAPES
 from plan import CARDS_GB, bytes_on_disk, describe, model_needs, plan_for
 from policy import PolicyConfig
 from rollout import SamplingConfig
@@ -15,16 +16,7 @@ def shaped_like_the_reported_model(tmp_path_factory):
     from transformers import Qwen3_5TextConfig
 
     folder = tmp_path_factory.mktemp("shape")
-    Qwen3_5TextConfig(
-        hidden_size=2560,
-        intermediate_size=9216,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
-        vocab_size=248_320,
-        tie_word_embeddings=True,
-    ).save_pretrained(folder)
+    Qwen3_5TextConfig(tie_word_embeddings=True, **SHAPES["Qwen3.5-4B"]).save_pretrained(folder)
     return folder
 
 
