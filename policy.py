@@ -11,6 +11,7 @@ Letters: B sequences, L padded length. Column t of a [B, L-1] tensor speaks of t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from loss import LossConfig, StepTotals, mismatch_weights, policy_loss, sequence_log_ratios
+from ranks import Ranks
 from rollout import Group
 
 if TYPE_CHECKING:
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-CPU_MICRO_BATCH_TOKENS = 16_384
+CPU_MICRO_BATCH_TOKENS = 2_048
+"""On a CPU larger buffers are taken from the system afresh each time, which can cost as much as the arithmetic."""
+SHARES = 8
+"""Micro-batches of an update at the least, so that up to eight ranks find the same ones, and share them evenly."""
 CHECKPOINT_BYTES = 16
 """An adapter parameter in a checkpoint: the adapter twice and Adam's two moments, in float32."""
 
@@ -49,7 +54,8 @@ class PolicyConfig:
     adam_epsilon: float = 1e-8
     micro_batch_tokens: int | None = None
     """Tokens, padding included, that go through the model at one time; a longer sequence goes alone. By default as
-    many as the GPU has memory for, and 16,384 on a CPU."""
+    many as the GPU has memory for, and 2,048 on a CPU; less where the step is so small that eight ranks could not
+    share it."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: a third more time for a fraction of the memory."""
 
@@ -111,6 +117,39 @@ def micro_batches(groups: Sequence[Group], *, max_tokens: int, degenerate_too: b
         count = max(1, max_tokens // len(sequences[0].token_ids))
         yield _collate(sequences[:count])
         sequences = sequences[count:]
+
+
+def even_micro_batches(groups: Sequence[Group], *, max_tokens: int, num_shares: int = SHARES) -> list[Batch]:
+    """Return micro-batches of about equally many tokens: `num_shares`, or a multiple where these are too large.
+
+    Rounding depends on what is computed together, so that a gradient is the same on any number of ranks only if
+    its micro-batches are.
+    """
+    lengths = sorted((len(sequence.token_ids) for sequence in _sequences(groups)), reverse=True)
+
+    def num_batches(tokens: int) -> int:
+        number = start = 0
+        while start < len(lengths):
+            start += max(1, tokens // lengths[start])
+            number += 1
+        return number
+
+    for wanted in range(num_shares, len(lengths) + num_shares, num_shares):
+        fewest = bisect_left(range(sum(lengths)), -wanted, key=lambda tokens: -num_batches(tokens))
+        if fewest <= max_tokens:
+            return list(micro_batches(groups, max_tokens=fewest))
+    return []
+
+
+def deal(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]]:
+    """Deal the batches out, the largest first, each to the rank that has the fewest tokens so far."""
+    shares: list[list[Batch]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for batch in sorted(batches, key=lambda b: b.input_ids.numel(), reverse=True):
+        rank = loads.index(min(loads))
+        shares[rank].append(batch)
+        loads[rank] += batch.input_ids.numel()
+    return shares
 
 
 def _collate(sequences: Sequence[_Sequence]) -> Batch:
@@ -179,13 +218,16 @@ class UpdateResult:
 class Policy:
     """A frozen base model with a LoRA adapter, and the Adam optimizer that moves the adapter."""
 
-    def __init__(self, config: PolicyConfig, *, seed: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self, config: PolicyConfig, *, seed: int, temperature: float = 1.0, ranks: Ranks | None = None
+    ) -> None:
         """Load the base model in bfloat16 and lay a fresh adapter (B = 0) over every linear layer but the head.
 
         Args:
             config: model, adapter, optimizer.
             seed: of the adapter's initial A.
             temperature: the sampler's; log-probabilities are of the distribution that was sampled from.
+            ranks: that update the same policy together, each with a copy.
         """
         import torch
         from peft import LoraConfig, get_peft_model
@@ -193,6 +235,7 @@ class Policy:
 
         self.config = config
         self.temperature = temperature
+        self._ranks = ranks or Ranks()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cpu":
             logging.set_verbosity_error()  # that there are faster kernels for GPUs
@@ -303,22 +346,27 @@ class Policy:
         """
         import torch
 
+        self.micro_batch_tokens = min(self._ranks.gather(self.micro_batch_tokens))  # one may have run out of memory
         parts = [groups[start :: config.mini_batches] for start in range(config.mini_batches)]
-        batches = [list(micro_batches(part, max_tokens=self.micro_batch_tokens)) for part in parts]
-        old: list[list[Tensor | None]] = [[None] * len(part) for part in batches]
+        num_shares = max(SHARES, self._ranks.world_size)
+        batches = [
+            even_micro_batches(part, max_tokens=self.micro_batch_tokens, num_shares=num_shares) for part in parts
+        ]
+        mine = [deal(part, self._ranks.world_size)[self._ranks.rank] for part in batches]
+        old: list[list[Tensor | None]] = [[None] * len(part) for part in mine]
         if config.mini_batches > 1 or config.old_logprobs == "policy":
             with torch.no_grad():
-                old = [[self.token_logprobs(batch)[0] for batch in part] for part in batches]
-            pairs = [pair for part in zip(batches, old, strict=True) for pair in zip(*part, strict=True)]
-            if pairs and config.mini_batches > 1:  # the gaps of all are known before the first step
-                before_step(torch.cat([_token_gaps(batch, logprobs) for batch, logprobs in pairs]))
+                old = [[self.token_logprobs(batch)[0] for batch in part] for part in mine]
+            if any(batches) and config.mini_batches > 1:  # the gaps of all are known before the first step
+                pairs = [pair for part in zip(mine, old, strict=True) for pair in zip(*part, strict=True)]
+                gaps = self._ranks.gather([_token_gaps(batch, logprobs) for batch, logprobs in pairs])
+                before_step(torch.cat([gap for share in gaps for gap in share]))
         if any(batches):
             self._previous = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        results = [
-            self._step(part, part_batches, part_old, config, max_tokens, before_step)
-            for part, part_batches, part_old in zip(parts, batches, old, strict=True)
-            if part_batches
-        ]
+        results = []
+        for part, in_part, in_mine, before in zip(parts, batches, mine, old, strict=True):
+            if in_part:
+                results.append(self._step(part, in_part, in_mine, before, config, max_tokens, before_step))
         self._random_states = _random_states(self.device)
         return results
 
@@ -326,16 +374,33 @@ class Policy:
         self,
         groups: Sequence[Group],
         batches: Sequence[Batch],
+        mine: Sequence[Batch],
         before: Sequence[Tensor | None],
         config: LossConfig,
         max_tokens: int,
         before_step: Callable[[Tensor], None],
     ) -> UpdateResult:
-        """Take one optimizer step; `before`: the logprobs before the first step, None where this is the first."""
+        """Take one optimizer step.
+
+        Args:
+            groups: of this step.
+            batches: all of their sequences.
+            mine: this rank's of the batches.
+            before: the logprobs of each of mine before the first step, None where this is the first.
+            config: see `update`.
+            max_tokens: see `update`.
+            before_step: see `update`.
+        """
         import torch
 
         totals = step_totals(groups, max_tokens=max_tokens)
-        facts = self._gradient_in_memory(batches, before, config, totals)
+        seen = self._gradient_in_memory(mine, before, config, totals)
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # nothing fell to this rank
+                parameter.grad = torch.zeros_like(parameter)
+        self._ranks.add_up([parameter.grad for parameter in self.parameters.values()])
+        seen = [batch for share in self._ranks.gather(seen) for batch in share]
+        facts = {name: torch.cat([batch[name] for batch in seen]) for name in seen[0]}
         loss = float(facts.pop("loss").sum())
         grad_norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.parameters.values()))
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
@@ -369,17 +434,18 @@ class Policy:
         before: Sequence[Tensor | None],
         config: LossConfig,
         totals: StepTotals,
-    ) -> dict[str, Tensor]:
+    ) -> list[dict[str, Tensor]]:
         """Form the gradient; where memory runs out, once more with every micro-batch halved, from now on."""
         import torch
 
+        divisible = [batch.input_ids.numel() for batch in batches if len(batch.advantages) > 1]
         try:
             return self._gradient(batches, before, config, totals)
         except torch.OutOfMemoryError:
-            if all(len(batch.advantages) == 1 for batch in batches):
+            if not divisible:
                 raise
         # Outside the handler, whose traceback would keep the activations alive.
-        self.micro_batch_tokens //= 2
+        self.micro_batch_tokens = max(divisible) // 2
         tqdm.write(f"warning: out of GPU memory; micro_batch_tokens is {self.micro_batch_tokens} from now on")
         torch.cuda.empty_cache()
         return self._gradient(*_halved(batches, before), config, totals)
@@ -390,10 +456,8 @@ class Policy:
         before: Sequence[Tensor | None],
         config: LossConfig,
         totals: StepTotals,
-    ) -> dict[str, Tensor]:
-        """Form the gradient of one optimizer step, and return what was seen, over all micro-batches."""
-        import torch
-
+    ) -> list[dict[str, Tensor]]:
+        """Form what these batches add to the gradient of one optimizer step, and return what was seen in each."""
         self.optimizer.zero_grad()
         seen: list[dict[str, Tensor]] = []
         for batch, start_logprobs in zip(batches, before, strict=True):
@@ -425,32 +489,39 @@ class Policy:
                     "entropies": entropies[mask],
                 }
             )
-        return {name: torch.cat([batch[name] for batch in seen]).cpu() for name in seen[0]}
+        return [{name: tensor.cpu() for name, tensor in batch.items()} for batch in seen]
 
     @property
     def checkpoint_bytes(self) -> int:
         """What `save` writes."""
         return CHECKPOINT_BYTES * sum(parameter.numel() for parameter in self.parameters.values())
 
-    def save(self, folder: Path) -> None:
-        """Write everything that learns into `folder`: the adapter twice, and the optimizer.
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return everything that learns, on the CPU, by the name of its file in a checkpoint.
 
-        `adapter_model.safetensors` has PEFT's module names, `vllm/adapter_model.safetensors` those of the
-        sampler's architecture, `optimizer.safetensors` Adam's moments and step counts, `random.safetensors` the
-        states of PyTorch's generators after the last update, for base models with dropout.
+        `adapter_model` has PEFT's module names, `optimizer` Adam's moments and step counts, `random` the states of
+        PyTorch's generators after the last update, for base models with dropout.
         """
-        from safetensors.torch import save_file
+        from peft import get_peft_model_state_dict
 
-        self.model.save_pretrained(folder)
-        (folder / "README.md").unlink(missing_ok=True)
-        self.save_adapter(folder / "vllm")
         moments = {
             f"{name}.{key}": value.cpu()
             for name, parameter in self.parameters.items()
             for key, value in self.optimizer.state[parameter].items()
         }
-        save_file(moments, folder / "optimizer.safetensors")
-        save_file(self._random_states, folder / "random.safetensors")
+        weights = {name: weight.cpu() for name, weight in get_peft_model_state_dict(self.model).items()}
+        return {"adapter_model": weights, "optimizer": moments, "random": self._random_states}
+
+    def save(self, folder: Path) -> None:
+        """Write `state` into `folder`, and in `folder`/vllm the adapter with the sampler's module names."""
+        from safetensors.torch import save_file
+
+        self.model.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        self.save_adapter(folder / "vllm")
+        state = self.state()
+        for name in ("optimizer", "random"):
+            save_file(state[name], folder / f"{name}.safetensors")
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter in PEFT's format with the sampler's module names."""
@@ -465,33 +536,38 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote; ValueError when the adapter has other modules or shapes."""
-        import torch
-        from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
-        weights = load_file(folder / "adapter_model.safetensors")
-        shapes = {name: tuple(w.shape) for name, w in weights.items()}
+        names = ("adapter_model", "optimizer", "random")
+        state = {name: load_file(folder / f"{name}.safetensors") for name in names}
+        shapes = {name: tuple(w.shape) for name, w in state["adapter_model"].items()}
         expected = {name.replace(".default", ""): tuple(p.shape) for name, p in self.parameters.items()}
         if shapes != expected:
             raise ValueError(
                 f"the adapter in {folder} has other modules or another rank than this run "
                 f"({len(shapes)} tensors against {len(expected)}, lora_rank {self.config.lora_rank})"
             )
-        set_peft_model_state_dict(self.model, weights)
-        moments = load_file(folder / "optimizer.safetensors")
+        self.restore(state)
+
+    def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Continue from a `state` of the same adapter."""
+        import torch
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.model, state["adapter_model"])
+        moments = state["optimizer"]
         for name, parameter in self.parameters.items():
-            state = {
+            of_this = {
                 key: moments[f"{name}.{key}"].to(parameter.device if key != "step" else "cpu")
                 for key in ("step", "exp_avg", "exp_avg_sq")
                 if f"{name}.{key}" in moments
             }
-            if state:
-                self.optimizer.state[parameter] = state
-        states = load_file(folder / "random.safetensors")
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and self.device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"])
-        self._random_states = states
+            if of_this:
+                self.optimizer.state[parameter] = of_this
+        self._random_states = state["random"]
+        torch.set_rng_state(self._random_states["cpu"])
+        if "cuda" in self._random_states and self.device.type == "cuda":
+            torch.cuda.set_rng_state(self._random_states["cuda"])
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:

@@ -185,16 +185,18 @@ def collect_groups(
     step: int,
     policy_version: int,
     divide_by_std: bool = True,
+    numbers: Sequence[int] | None = None,
 ) -> list[Group]:
     """Sample and grade one group for each problem, in the problems' order.
 
-    Each (seed, step, group, sample) has a sampling seed of its own. A group is graded as soon as it is complete,
+    Each (seed, step, group, sample) has a sampling seed of its own, wherever it is sampled; `numbers` are the
+    groups' within the step where these are not all of its problems. A group is graded as soon as it is complete,
     between two steps of the engine.
     """
     prompts = [encode_prompt(tokenizer, problem.question) for problem in problems]
     seeds = [
-        [sampling_seed(seed, "train", step, group, member) for member in range(config.group_size)]
-        for group in range(len(problems))
+        [sampling_seed(seed, "train", step, number, member) for member in range(config.group_size)]
+        for number in (range(len(problems)) if numbers is None else numbers)
     ]
     groups: dict[int, Group] = {}
     for index, completions in sample(prompts, config, seeds):
@@ -425,7 +427,7 @@ class _RolloutBar(tqdm):
     def __init__(self, engine: Any, *, total: int) -> None:
         self._engine = engine
         self._tokens_before = self._tokens()
-        options = {"leave": False, "dynamic_ncols": True, "mininterval": 0.5, "miniters": 0}
+        options = {"leave": False, "dynamic_ncols": True, "mininterval": 0.5, "miniters": 0, "disable": None}
         super().__init__(total=total, desc="rollout", unit="completion", **options)
 
     def _tokens(self) -> int:

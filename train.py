@@ -2,7 +2,8 @@
 
 `python train.py` without flags is the reported run. What a reader could get wrong: a step's policy version is the
 number of steps before it; with one optimizer step a batch the sampler's weights are the policy's, so a ratio
-other than 1 measures the gap between two engines.
+other than 1 measures the gap between two engines. Under `torchrun` every rank runs this loop in step with the
+others, on its share of the groups and of the micro-batches, and rank 0 alone keeps the run.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import tyro
-from tqdm import tqdm, trange
+from tqdm import tqdm
 
 from check import CheckError, Gate, rehearse, self_check
 from checkpoint import (
@@ -44,6 +47,7 @@ from loss import LossConfig
 from metrics import MetricsLog, SwanlabMode, TimeMetrics, flatten, step_metrics
 from plan import CARDS_GB, Needs, bytes_on_disk, describe, model_needs, plan_for
 from policy import CPU_MICRO_BATCH_TOKENS, Policy, PolicyConfig
+from ranks import RankError, Ranks
 from reward import Grader
 from rollout import (
     Sampler,
@@ -144,11 +148,11 @@ class Setup:
     record: dict[str, Any]
     """What `config.json` holds."""
     checkpoint: Path | None
-    """Where to resume from."""
+    """Where rank 0 resumes from."""
     state: TrainState
     """Before the first step to be taken."""
     lock: IO[str] | None
-    """Held for as long as the run goes on; None when the run is only checked."""
+    """Held for as long as the run goes on; None when the run is only checked, and on other ranks than 0."""
 
     def record_check(self, findings: dict[str, str]) -> None:
         """Add what the self-check verified to `config.json`."""
@@ -218,6 +222,33 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
         checkpoint=checkpoint,
         state=state,
         lock=lock,
+    )
+
+
+def prepare_beside(config: TrainConfig, ranks: Ranks, main: Setup | None) -> Setup:
+    """Return rank 0's `Setup`, and on another rank one that agrees with it; ValueError where the two cannot.
+
+    What is on disk, data, checkpoints and the run itself, is rank 0's; the base model every rank has.
+    """
+    kept = ranks.broadcast(main and (main.problems, main.record, main.state))
+    if main:
+        return main
+    problems, record, state = kept
+    fingerprint = base_fingerprint(model_folder(config.policy.base_model, config.policy.revision))
+    own = record | {
+        "settings": json.loads(json.dumps(asdict(config), default=str)),
+        "base_fingerprint": fingerprint,
+    }
+    if changes := _changes(record, own):
+        raise ValueError(f"rank {ranks.rank} was started with another run than rank 0 ({'; '.join(changes)})")
+    return Setup(
+        config=_planned(config)[0],
+        problems=problems,
+        tokenizer=load_tokenizer(config.policy.base_model, config.policy.revision),
+        record=record,
+        checkpoint=None,
+        state=state,
+        lock=None,
     )
 
 
@@ -349,13 +380,15 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
+def train(setup: Setup, grader: Grader, interrupts: Interrupts, ranks: Ranks) -> None:
     """Run the steps that are left, saving every `save_every` steps and at the end.
 
     Stopped by a signal or a fault, it saves the last whole step before it passes the exception on; only a fault
     after the weights have moved, before the step is on record, leaves no more than the last checkpoint.
     """
     config, state = setup.config, setup.state
+    own_folder = config.folder if ranks.is_main else config.folder / f"rank-{ranks.rank}"
+    ranks.log_to(own_folder)
     stream = ProblemStream(setup.problems, seed=config.seed, num_taken=state.problems_taken)
     with (
         _sampler(config) as sampler,
@@ -365,24 +398,30 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
             mode=config.swanlab_mode,
             swanlab_id=state.swanlab_id,
             config=asdict(config),
-        ) as log,
+        )
+        if ranks.is_main
+        else nullcontext() as log,
     ):
         interrupts.listen()  # SwanLab's handler would upload first
-        policy = Policy(config.policy, seed=config.seed, temperature=config.sampling.temperature)
+        policy = Policy(config.policy, seed=config.seed, temperature=config.sampling.temperature, ranks=ranks)
         if setup.checkpoint:
             policy.load(setup.checkpoint)
-        adapter = config.folder / "adapter"
+        if ranks.world_size > 1:
+            policy.restore(ranks.broadcast(policy.state()))
+        adapter = own_folder / "adapter"
         checked = self_check(policy, sampler, setup.tokenizer, setup.problems, config.sampling, adapter=adapter)
         sequences = config.sequences_per_step
         rehearse(policy, sampler, setup.tokenizer, config.sampling, config.loss, num_sequences=sequences)
-        setup.record_check(checked.findings)
-        gate = Gate(policy, floor=checked.floor)
+        if ranks.is_main:
+            setup.record_check(checked.findings)
+        gate = Gate(policy, floor=max(ranks.gather(checked.floor)))
         tqdm.write(policy.coverage())
         if config.loss.old_logprobs == "policy" and config.loss.mini_batches == 1:
             tqdm.write("the old policy is the policy itself, once a batch: every ratio is exactly 1, nothing clips")
         saved, step, moving = state.step, state.step, False
 
         def save(*, interrupted: bool = False) -> None:
+            assert log
             folder = config.folder / "checkpoints" / f"step-{state.step:06d}"
             whole = replace(state, interrupted=interrupted, swanlab_id=log.swanlab_id)
             save_checkpoint(folder, policy, whole, keep=config.keep_checkpoints)
@@ -394,30 +433,35 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
             moving = True
 
         try:
-            for step in trange(state.step + 1, config.max_steps + 1, desc=config.run_name, dynamic_ncols=True):
+            steps = range(state.step + 1, config.max_steps + 1)
+            for step in tqdm(steps, desc=config.run_name, dynamic_ncols=True, disable=None):
                 started = time.perf_counter()
                 sampler.wake()
                 with writing(adapter):
                     policy.save_adapter(adapter)
                 sampler.load_adapter(adapter, version=step - 1)
+                _require_one_adapter(adapter, ranks)
                 synced, graded_before = time.perf_counter(), grader.seconds
-                groups = collect_groups(
+                problems = stream.take(config.groups_per_step)
+                own_groups = collect_groups(
                     sampler.stream,
                     grader,
                     setup.tokenizer,
-                    stream.take(config.groups_per_step),
+                    ranks.share(problems),
                     config.sampling,
                     seed=config.seed,
                     step=step,
                     policy_version=step - 1,
                     divide_by_std=config.loss.objective.divide_by_std,
+                    numbers=ranks.share(range(len(problems))),
                 )
+                groups = ranks.gather_shares(own_groups)
                 collected = time.perf_counter()
-                if config.save_rollouts == "all":
+                if config.save_rollouts == "all" and ranks.is_main:
                     write_rollouts(config.folder / "rollouts" / f"step-{step:06d}.parquet", groups)
                 sampler.sleep()
                 interrupts.hold()  # for a while the policy is another
-                reading = gate.check(groups)
+                reading = gate.check(own_groups)
                 interrupts.release()
                 gated = time.perf_counter()
                 updates = policy.update(
@@ -425,35 +469,44 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts) -> None:
                 )
                 ended = time.perf_counter()
                 interrupts.hold()
-                log.write(
-                    step_metrics(
-                        step,
-                        groups,
-                        updates,
-                        reading,
-                        TimeMetrics(
-                            sync_seconds=synced - started,
-                            rollout_seconds=collected - synced,
-                            grading_seconds=grader.seconds - graded_before,
-                            gate_seconds=gated - collected,
-                            update_seconds=ended - gated,
-                            step_seconds=ended - started,
-                        ),
+                if log:
+                    log.write(
+                        step_metrics(
+                            step,
+                            groups,
+                            updates,
+                            reading,
+                            TimeMetrics(
+                                sync_seconds=synced - started,
+                                rollout_seconds=collected - synced,
+                                grading_seconds=grader.seconds - graded_before,
+                                gate_seconds=gated - collected,
+                                update_seconds=ended - gated,
+                                step_seconds=ended - started,
+                            ),
+                        )
                     )
-                )
                 state, moving = replace(state, step=step, problems_taken=stream.num_taken), False
-                if step % config.save_every == 0 or step == config.max_steps:
+                if log and (step % config.save_every == 0 or step == config.max_steps):
                     save()
                     saved = step
                 interrupts.release()
         except BaseException as fault:
+            interrupts.holding = True  # as an assignment: a signal that waits would be raised in a call
             fault.add_note(f"in step {step}")
-            if state.step > saved and not moving:
+            if log and state.step > saved and not moving:
                 try:
                     save(interrupted=True)
                 except Exception as error:
                     fault.add_note(f"and step {state.step} could not be saved: {error}")
             raise
+
+
+def _require_one_adapter(adapter: Path, ranks: Ranks) -> None:
+    if ranks.world_size > 1 and len(set(ranks.gather(sha256(adapter / "adapter_model.safetensors")))) > 1:
+        raise CheckError(
+            "the ranks do not hold the same adapter any more; the update went otherwise on one of them"
+        )
 
 
 def _sampler(config: TrainConfig) -> Sampler:
@@ -470,8 +523,8 @@ def _sampler(config: TrainConfig) -> Sampler:
     )
 
 
-def check(setup: Setup) -> None:
-    """Run the self-check alone and print what it verified."""
+def check(setup: Setup, ranks: Ranks) -> None:
+    """Run the self-check alone, on every rank, and print what rank 0 verified."""
     config = setup.config
     with _sampler(config) as sampler, tempfile.TemporaryDirectory() as folder:
         policy = Policy(config.policy, seed=config.seed, temperature=config.sampling.temperature)
@@ -479,7 +532,7 @@ def check(setup: Setup) -> None:
             policy, sampler, setup.tokenizer, setup.problems, config.sampling, adapter=Path(folder)
         ).findings
     width = max(map(len, findings))
-    for name, finding in findings.items():
+    for name, finding in findings.items() if ranks.is_main else ():
         print(f"{name:{width}}  {finding}")
 
 
@@ -496,13 +549,12 @@ def _record(config: TrainConfig, fingerprint: str, *, num_problems: int, num_lef
         "flash-linear-attention",
     )
     installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
-    settings = json.loads(json.dumps(asdict(config), default=str))
     return {
         "base_model": config.policy.base_model,
         "revision": config.policy.revision,
         "lora_rank": config.policy.lora_rank,
         "base_fingerprint": fingerprint,
-        "settings": settings,
+        "settings": _settings(config),
         "data": {
             "sha256": sha256(config.data),
             "problems": num_problems,
@@ -517,17 +569,21 @@ def _record(config: TrainConfig, fingerprint: str, *, num_problems: int, num_lef
     }
 
 
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
 def _refuse_changes(path: Path, record: dict[str, Any]) -> None:
     """Refuse to resume under other settings, data or base weights; horizon, paths and mirrors may change."""
     if not path.is_file():
         raise ValueError(f"there is no run to resume in {path.parent}; leave --resume out to start one")
-    before = _comparable(json.loads(path.read_text()))
-    after = _comparable(record)
-    changes = [
-        f"{key}: {before.get(key)} -> {after.get(key)}" for key in after if before.get(key) != after.get(key)
-    ]
-    if changes:
+    if changes := _changes(json.loads(path.read_text()), record):
         raise ValueError(f"the run {path.parent} was started otherwise ({'; '.join(changes)}); resume it as it was")
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    old, new = _comparable(before), _comparable(after)
+    return [f"{key}: {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]
 
 
 FREE_ON_RESUME = {
@@ -561,46 +617,56 @@ def main() -> None:
     config = tyro.cli(
         TrainConfig, description=__doc__, config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     )
-    begun = False
+    begun, ranks = False, Ranks()
     interrupts = Interrupts()
+
+    def say(message: str) -> None:
+        advice = f"\n{_how_to_go_on(ranks)}" if begun and ranks.is_main else ""
+        print(f"{message}{advice}", file=sys.stderr)
+
     try:
         if config.plan:
             needs, sequences = model_needs(config.policy), config.sequences_per_step
             print(describe(needs, config.sampling, num_sequences=sequences, cards=CARDS_GB))
             return
-        with interrupts, Grader() as grader:  # its workers start before any engine
-            setup = prepare(config, grader)
+        with interrupts, Ranks.join() as ranks, Grader() as grader:  # its workers start before any engine
+            setup = prepare_beside(config, ranks, prepare(config, grader) if ranks.is_main else None)
             if config.check:
-                check(setup)
+                check(setup, ranks)
             elif setup.state.step >= config.max_steps:
-                print(f"{config.folder} has its {setup.state.step} steps already; raise --max-steps to go on")
+                if ranks.is_main:
+                    print(f"{config.folder} has its {setup.state.step} steps already; raise --max-steps to go on")
             else:
                 begun = True
-                train(setup, grader, interrupts)
+                train(setup, grader, interrupts, ranks)
     except KeyboardInterrupt:
-        _stop("interrupted", begun, status=128 + (interrupts.received or signal.SIGINT))
-    except (DiskError, CheckError, FloatingPointError) as error:
-        _stop("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), begun, status=1 if begun else 2)
+        say("\ninterrupted")
+        sys.exit(128 + (interrupts.received or signal.SIGINT))
+    except RankError as error:
+        if begun:  # before that, whoever ended has said why
+            say("\n".join([f"\nerror: {error}", *getattr(error, "__notes__", [])]))
+        ranks.give_way()
+        sys.exit(1 if begun else 2)
     except Exception as error:
-        if begun or not isinstance(error, ValueError | OSError):
-            error.add_note(_how_to_go_on() if begun else "before the first step; nothing is lost")
+        expected = (DiskError, CheckError, FloatingPointError) if begun else (OSError, ValueError, CheckError)
+        if not isinstance(error, expected):
+            error.add_note(_how_to_go_on(ranks) if begun else "before the first step; nothing is lost")
+            ranks.report(traceback.format_exc())
             raise
-        _stop(f"error: {error}", begun, status=2)
+        message = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
+        ranks.report(message)
+        say(message)
+        sys.exit(1 if begun else 2)
 
 
-def _stop(message: str, begun: bool, *, status: int) -> NoReturn:
-    print(f"\n{message}\n{_how_to_go_on()}" if begun else message, file=sys.stderr)
-    sys.exit(status)
-
-
-def _how_to_go_on() -> str:
+def _how_to_go_on(ranks: Ranks) -> str:
     pairs = pairwise(["", *sys.argv])
     words = [
         word
         for flag, word in pairs
         if not word.startswith("--resume") and flag.replace("_", "-") != "--resume-from"
     ]
-    return f"continue from the newest checkpoint: python {shlex.join(words)} --resume"
+    return f"continue from the newest checkpoint: {ranks.launcher} {shlex.join(words)} --resume"
 
 
 if __name__ == "__main__":

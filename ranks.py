@@ -1,0 +1,197 @@
+"""The ranks of a run: the processes that `torchrun` starts, and what they tell each other.
+
+What a reader could get wrong: their group is not PyTorch's default one, which in each process belongs to the vLLM
+engine there, and it speaks gloo on GPUs too: what is sent in a step is the gradient of the adapter and the
+rollouts' text, which TCP carries in a fraction of a second. Every rank has to make the same calls in the same
+order. A process that nobody launched is rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(hours=2)
+"""For a rank that is still busy; one that has ended is noticed at once."""
+GIVE_WAY_SECONDS = 10
+LAUNCHER_VARIABLES = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+)
+
+
+class RankError(RuntimeError):
+    """Another rank has ended, so that nothing can go on."""
+
+
+class Ranks:
+    """This process among the others of the run; a context manager, which ends when all have come to its end."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
+        """Be one of `world_size`, with a process group where there are others; `join` makes it from a launch."""
+        self.rank, self.world_size, self._group = rank, world_size, group
+        self.launcher = "python"
+        """The command that starts a script as this one was started."""
+        self._error_file: str | None = None
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Meet the others that `torchrun` started, and take a GPU of one's own; ValueError where there is none.
+
+        The launcher's variables are then taken out of the environment: an engine would join its group to them.
+        """
+        launched = {name: value for name, value in os.environ.items() if LAUNCHER_VARIABLES.fullmatch(name)}
+        if "TORCHELASTIC_RUN_ID" not in launched:
+            return cls()
+        from torch.distributed import PrefixStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+        from torch.distributed.rendezvous import rendezvous
+
+        _take_a_gpu(int(launched["LOCAL_RANK"]), int(launched["LOCAL_WORLD_SIZE"]))
+        store, rank, world_size = next(iter(rendezvous("env://", timeout=PATIENCE)))
+        ranks = cls(rank, world_size, ProcessGroupGloo(PrefixStore("gspo", store), rank, world_size, PATIENCE))
+        num_nodes, num_here = launched["GROUP_WORLD_SIZE"], launched["LOCAL_WORLD_SIZE"]
+        meeting = f" --nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if num_nodes != "1" else ""
+        ranks.launcher = f"torchrun{meeting} --nproc-per-node {num_here}"
+        ranks._error_file = launched.get("TORCHELASTIC_ERROR_FILE")
+        for name in launched:
+            del os.environ[name]
+        return ranks
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes."""
+        return self.rank == 0
+
+    def __enter__(self) -> Ranks:
+        """Return the ranks."""
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        """Wait for the others, unless something went wrong."""
+        if self._group is not None:
+            if exc_type is None:
+                with suppress(RankError):  # whoever cannot be waited for has failed after its work was done
+                    self.gather(None)
+            self._group = None  # closes the connections, from which the others learn of it
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """Return this rank's part of what all hold: every `world_size`-th item."""
+        return items[self.rank :: self.world_size]
+
+    def gather_shares(self, share: Sequence[T]) -> list[T]:
+        """Return all items, in their order, from the parts that `share` dealt out."""
+        parts = self.gather(share)
+        return [parts[n % len(parts)][n // len(parts)] for n in range(sum(map(len, parts)))]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of ranks."""
+        if self._group is None:
+            return [value]
+        import torch
+
+        data = _pickled(value)
+        sizes = self._all(torch.tensor([len(data)]))
+        longest = int(max(sizes))
+        parts = self._all(torch.cat([data, data.new_zeros(longest - len(data))]))
+        return [_unpickled(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value, whatever the others gave."""
+        if self._group is None:
+            return value
+        import torch
+
+        data = _pickled(value if self.is_main else None)
+        size = torch.tensor([len(data)])
+        self._wait(self._group.broadcast, size, 0)
+        data = data if self.is_main else data.new_empty(int(size))
+        self._wait(self._group.broadcast, data, 0)
+        return value if self.is_main else _unpickled(data)
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks, to the bit the same on all of them.
+
+        The tensors travel as one, in the dtype that they share.
+        """
+        if self._group is None:
+            return
+        import torch
+
+        total = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
+        self._wait(self._group.allreduce, total)
+        for tensor, part in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def log_to(self, folder: Path) -> None:
+        """Send what this process prints from now on to `folder`/log.txt, if it is not rank 0."""
+        if not self.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            with (folder / "log.txt").open("a") as log:
+                for descriptor in (1, 2):
+                    os.dup2(log.fileno(), descriptor)
+
+    def report(self, message: str) -> None:
+        """Have the launcher show this when all have ended, as what ended them."""
+        if self._error_file:
+            details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            text = json.dumps({"message": {"message": message, "extraInfo": details}})
+            Path(self._error_file).write_text(text)
+
+    def give_way(self) -> None:
+        """Let the launcher see first who failed first, and be ended by it, or return after a while."""
+        time.sleep(GIVE_WAY_SECONDS)
+
+    def _all(self, tensor: Tensor) -> list[Tensor]:
+        assert self._group
+        parts = [tensor.new_empty(tensor.shape) for _ in range(self.world_size)]
+        self._wait(self._group.allgather, parts, tensor)
+        return parts
+
+    def _wait(self, start: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            start(*arguments).wait()
+        except RuntimeError as error:  # gloo's only kind: a connection was closed, or patience ran out
+            reason = str(error).splitlines()[0]
+            raise RankError(
+                f"another rank has ended, or does not answer; its own error says why ({reason})"
+            ) from error
+
+
+def _take_a_gpu(local_rank: int, local_world_size: int) -> None:
+    """Make one GPU the only one that this process sees, before anything looks at them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        return
+    if local_world_size > count:
+        raise ValueError(
+            f"{local_world_size} ranks were started here and there are {count} GPUs; one each is needed"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank].strip()
+
+
+def _pickled(value: object) -> Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

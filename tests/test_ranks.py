@@ -1,0 +1,308 @@
+"""Several ranks: the same experiment as on one, whole or not at all.
+
+What ranks tell each other goes through real gloo groups, between threads where that is enough and between processes
+that `torchrun` starts, each with its own vLLM engine, where it is not.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from threading import Lock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import HashStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+
+from checkpoint import load_state, newest_good_checkpoint, read_rollouts
+from loss import LossConfig
+from policy import Policy, PolicyConfig, deal, even_micro_batches
+from ranks import LAUNCHER_VARIABLES, RankError, Ranks
+
+HERE = Path(__file__).parent.parent
+
+
+LOADING = Lock()
+"""transformers changes the whole process while it loads a model."""
+
+
+def make_policy(base, ranks, **changes):
+    with LOADING:
+        return Policy(PolicyConfig(base_model=str(base), lora_rank=4, **changes), seed=ranks.rank, ranks=ranks)
+
+
+def on_ranks(count, work):
+    """Return what `work(ranks)` returns on each of so many ranks, which are threads."""
+    store = HashStore()
+
+    def run(rank):
+        with Ranks(rank, count, ProcessGroupGloo(store, rank, count, timedelta(seconds=60))) as ranks:
+            return work(ranks)
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(run, range(count)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_is_dealt_out_comes_back_in_order(count):
+    items = list(range(7))
+    shares = on_ranks(count, lambda ranks: ranks.share(items))
+    assert sorted(item for share in shares for item in share) == items
+    assert on_ranks(count, lambda ranks: ranks.gather_shares(ranks.share(items))) == [items] * count
+    assert on_ranks(count, lambda ranks: ranks.gather_shares(ranks.share([]))) == [[]] * count
+
+
+def test_values_of_any_size_reach_every_rank():
+    values = [{"rank": rank, "text": "x" * 10**rank} for rank in range(3)]
+    assert on_ranks(3, lambda ranks: ranks.gather(values[ranks.rank])) == [values] * 3
+    assert on_ranks(3, lambda ranks: ranks.broadcast(values[ranks.rank])) == [values[0]] * 3
+
+
+def test_sums_are_the_same_to_the_bit_on_every_rank():
+    parts = [torch.randn(3, 1001, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+
+    def work(ranks):
+        tensors = [parts[ranks.rank][0].clone(), parts[ranks.rank][1:].clone()]
+        ranks.add_up(tensors)
+        return torch.cat([tensors[0][None], tensors[1]])
+
+    first, *others = on_ranks(3, work)
+    torch.testing.assert_close(first, sum(parts))
+    assert all(torch.equal(other, first) for other in others)
+
+
+def test_a_rank_that_has_ended_is_noticed_by_the_others():
+    def work(ranks):
+        if ranks.rank == 1:
+            raise ValueError("its own fault")
+        with pytest.raises(RankError, match="another rank has ended"):
+            ranks.gather(None)
+
+    with pytest.raises(ValueError, match="its own fault"):
+        on_ranks(2, work)
+
+
+def test_the_launchers_variables_are_known_by_name():
+    launched = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
+    launched += "ROLE_NAME MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE"
+    assert all(LAUNCHER_VARIABLES.fullmatch(name) for name in launched.split())
+    assert not any(LAUNCHER_VARIABLES.fullmatch(name) for name in ("PATH", "OMP_NUM_THREADS", "RANKED", "MY_RANK"))
+
+
+def test_batches_are_dealt_evenly_by_tokens(make_group):
+    """On completion lengths drawn like the chapter's, the busiest of eight ranks has little more than the mean."""
+    lengths = (1800 * torch.randn(64, generator=torch.Generator().manual_seed(0)).mul(0.6).exp()).clamp(200, 4096)
+    rows = lengths.long().view(8, 8).tolist()
+    groups = [make_group([1, 0] * 4, prompt_length=200, lengths=row) for row in rows]
+    for max_tokens in (8_192, 16_384, 32_768, 65_536):
+        batches = even_micro_batches(groups, max_tokens=max_tokens)
+        assert max(batch.input_ids.numel() for batch in batches) <= max_tokens
+        for num_ranks in (1, 2, 4, 8):
+            shares = deal(batches, num_ranks)
+            assert sorted(map(id, batches)) == sorted(id(batch) for share in shares for batch in share)
+            loads = [sum(batch.input_ids.numel() for batch in share) for share in shares]
+            assert max(loads) <= 1.15 * sum(loads) / num_ranks
+
+
+@pytest.mark.parametrize("choices", [{}, {"mini_batches": 2, "old_logprobs": "policy"}])
+@pytest.mark.parametrize("num_groups", [4, 1])
+def test_any_number_of_ranks_takes_the_same_step(tiny_base, make_group, choices, num_groups):
+    """One group of two sequences leaves two of four ranks without any."""
+    groups = [make_group([1, 0, 0] if num_groups > 1 else [1, 0], seed=seed) for seed in range(num_groups)]
+    groups.append(make_group([1, 1], seed=9))  # teaches nothing
+
+    def work(ranks):
+        policy = make_policy(tiny_base, ranks, learning_rate=1e-3)  # not even the same start
+        policy.restore(ranks.broadcast(policy.state()))
+        updates = [policy.update(groups, LossConfig(**choices), max_tokens=32) for _ in range(2)]
+        return updates, {name: parameter.detach() for name, parameter in policy.parameters.items()}
+
+    ((expected, weights),) = on_ranks(1, work)
+    for count in (2, 4):
+        for updates, moved in on_ranks(count, work):
+            for name, weight in weights.items():
+                torch.testing.assert_close(moved[name], weight, rtol=0, atol=1e-6)
+            for found, one in zip(updates, expected, strict=True):
+                assert [len(step.advantages) for step in found] == [len(step.advantages) for step in one]
+                for step, reference in zip(found, one, strict=True):
+                    assert step.loss == pytest.approx(reference.loss, abs=1e-7)  # of terms that nearly cancel
+                    assert step.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
+                    assert sorted(step.token_gaps.tolist()) == sorted(reference.token_gaps.tolist())
+
+
+def test_a_step_that_teaches_nothing_is_skipped_by_all(tiny_base, make_group):
+    def work(ranks):
+        policy = make_policy(tiny_base, ranks)
+        return policy.update([make_group([1, 1]), make_group([0, 0])], LossConfig(), max_tokens=32)
+
+    assert on_ranks(2, work) == [[], []]
+
+
+def flags(base, data, **changes):
+    settings = {
+        "base_model": base, "data": data, "run_name": "t", "max_steps": 3, "save_every": 2,
+        "groups_per_step": 4, "group_size": 4, "max_prompt_tokens": 64, "max_tokens": 16,
+        "lora_rank": 8, "learning_rate": 1e-3, "swanlab_mode": "disabled",
+    } | changes  # fmt: skip
+    return [str(word) for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def launch(num_ranks, folder, script, *arguments):
+    """Run a script of the suite in `folder` on so many ranks, one thread each; return the finished process."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    folder.mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, *launcher, str(HERE / script), *map(str, arguments)],
+        cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def trained(folder, steps=3):
+    """Return the groups of each step, and the adapter at the end, of the run in `folder`."""
+    rollouts = [read_rollouts(folder / f"runs/t/rollouts/step-{step:06d}.parquet") for step in range(1, steps + 1)]
+    return rollouts, load_file(folder / f"runs/t/checkpoints/step-{steps:06d}/adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory, tiny_base, tiny_problems):
+    """Return the folder of three steps on one rank."""
+    folder = tmp_path_factory.mktemp("one")
+    done = launch(1, folder, "train.py", *flags(tiny_base, tiny_problems))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory, tiny_base, tiny_problems):
+    """Return the folder of three steps on two ranks, the first two of which were a run of their own."""
+    folder = tmp_path_factory.mktemp("two")
+    for steps, resume in ((2, []), (3, ["--resume"])):
+        done = launch(2, folder, "train.py", *flags(tiny_base, tiny_problems, max_steps=steps), *resume)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def assert_the_same_experiment(one, other):
+    (rollouts, adapter), (other_rollouts, other_adapter) = trained(one), trained(other)
+    for groups, other_groups in zip(rollouts, other_rollouts, strict=True):
+        assert [group.problem for group in groups] == [group.problem for group in other_groups]
+        for group, other_group in zip(groups, other_groups, strict=True):
+            for rollout, other_rollout in zip(group.rollouts, other_group.rollouts, strict=True):
+                assert rollout.completion.token_ids == other_rollout.completion.token_ids
+                assert rollout.score == other_rollout.score
+    for name, weight in adapter.items():
+        torch.testing.assert_close(other_adapter[name], weight, rtol=0, atol=1e-6)
+    assert max(float(weight.abs().max()) for name, weight in adapter.items() if ".lora_B." in name) > 1e-3
+
+
+@pytest.mark.slow
+def test_two_ranks_with_their_engines_run_the_experiment_of_one(on_one_rank, on_two_ranks):
+    assert_the_same_experiment(on_one_rank, on_two_ranks)
+    run = on_two_ranks / "runs/t"
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert sorted(path.name for path in run.iterdir()) == [
+        ".lock", "adapter", "checkpoints", "config.json", "metrics.jsonl", "rank-1", "rollouts",
+    ]  # fmt: skip
+    assert "LoRA rank 8 on 31 modules" in (run / "rank-1/log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_is_resumed_on_another_number_of_ranks(
+    on_one_rank, on_two_ranks, tmp_path, tiny_base, tiny_problems, before, after
+):
+    origin = on_one_rank if before == 1 else on_two_ranks
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", origin, copy], check=True)
+    resume = ["--resume-from", "runs/t/checkpoints/step-000002"]
+    done = launch(after, copy, "train.py", *flags(tiny_base, tiny_problems), *resume)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (copy / "runs/t/replaced/checkpoints/step-000003").is_dir()
+    assert_the_same_experiment(on_one_rank, copy)
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_two_ranks_writes_the_file_of_one(on_one_rank, tmp_path, tiny_problems):
+    """Three blocks of two problems, for the base and two checkpoints."""
+    written = []
+    for num_ranks in (1, 2):
+        copy = tmp_path / str(num_ranks)
+        subprocess.run(["cp", "-r", on_one_rank, copy], check=True)
+        shape = ["--val-n", 3, "--limit", 5, "--max-tokens", 16, "--max-num-seqs", 6]
+        done = launch(num_ranks, copy, "eval.py", "--run", "runs/t", "--problems", tiny_problems, *shape)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("95 % intervals") == 1
+        written.append({path.name: path.read_bytes() for path in sorted((copy / "runs/t/eval").glob("*.json*"))})
+    assert len(written[0]) == 6
+    assert written[0] == written[1]
+
+
+@pytest.fixture
+def faulty_train(tmp_path):
+    """Return a script that is train.py, except that its rank 1 does `fault` at the gate of step 2."""
+
+    def make(fault):
+        script = tmp_path / "train.py"
+        script.write_text(f"""
+import os, signal, sys
+sys.path.insert(0, {str(HERE)!r})
+rank = os.environ["RANK"]
+import check, train
+gate = check.Gate.check
+calls = []
+def faulty(self, groups):
+    calls.append(1)
+    if rank == "1" and len(calls) == 2:
+        {fault}
+    return gate(self, groups)
+check.Gate.check = faulty
+if __name__ == "__main__":
+    train.main()
+""")
+        return script
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "last_words"),
+    [
+        ('raise check.CheckError("rank 1 went wrong on purpose")', "error: rank 1 went wrong on purpose"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9"),
+    ],
+)
+def test_a_rank_that_fails_brings_all_down_and_is_heard_last(
+    tmp_path, tiny_base, tiny_problems, faulty_train, fault, last_words
+):
+    """With one group a step, of which rank 1 has none."""
+    arguments = flags(tiny_base, tiny_problems, groups_per_step=1, max_steps=500, save_every=500)
+    done = launch(2, tmp_path, faulty_train(fault), *arguments)
+    assert done.returncode == 1
+    *_, root_cause = done.stderr.split("Root Cause (first observed failure):")
+    assert last_words in root_cause
+    assert re.search(r"rank +: 1 ", root_cause)
+    assert "python train.py" not in done.stderr
+    assert re.search(
+        r"continue from the newest checkpoint: torchrun --nproc-per-node 2 \S*train.py .*--resume", done.stderr
+    )
+    newest = newest_good_checkpoint(tmp_path / "runs/t")
+    assert newest
+    assert newest == tmp_path / "runs/t/checkpoints/step-000001"
+    assert load_state(newest).interrupted
+
+
+@pytest.mark.slow
+def test_bad_input_is_refused_once(tmp_path, tiny_base, tiny_problems):
+    done = launch(2, tmp_path, "train.py", *flags(tiny_base, tmp_path / "nowhere.jsonl"))
+    assert done.returncode == 1
+    message = f"the data file {tmp_path}/nowhere.jsonl does not exist"
+    before_the_launchers, *_ = done.stderr.split("Traceback")
+    assert before_the_launchers.count(f"error: {message}") == 1
+    assert f": error: {message}" in done.stderr.split("Root Cause (first observed failure):")[1]
+    assert not (tmp_path / "runs").exists()
