@@ -64,7 +64,7 @@ class Ranks:
         ranks = cls(rank, world_size, ProcessGroupGloo(PrefixStore("gspo", store), rank, world_size, PATIENCE))
         num_nodes, num_here = launched["GROUP_WORLD_SIZE"], launched["LOCAL_WORLD_SIZE"]
         meeting = f" --nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if num_nodes != "1" else ""
-        ranks.launcher = f"torchrun{meeting} --nproc-per-node {num_here}"
+        ranks.launcher = f"torchrun{meeting} --nproc-per-node {num_here} --"  # or it takes --run for its own
         ranks._error_file = launched.get("TORCHELASTIC_ERROR_FILE")
         for name in launched:
             del os.environ[name]

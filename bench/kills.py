@@ -24,7 +24,7 @@ from tiny import build_base, sums
 SUITE = Path(__file__).parent.parent
 
 
-def command(base: Path, data: Path, name: str, steps: int) -> list[str]:
+def command(base: Path, data: Path, name: str, steps: int, script: Path = SUITE / "train.py") -> list[str]:
     """Return the command line of a run of `steps` small steps with a checkpoint at every second."""
     flags = {
         "base_model": base, "data": data, "run_name": name, "max_steps": steps, "save_every": 2,
@@ -32,7 +32,7 @@ def command(base: Path, data: Path, name: str, steps: int) -> list[str]:
         "lora_rank": 8, "learning_rate": 1e-3, "swanlab_mode": "disabled",
     }  # fmt: skip
     words = [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    return [sys.executable, str(SUITE / "train.py"), *words]
+    return [sys.executable, str(script), *words]
 
 
 def kill_and_resume(words: list[str], run: Path, *, kills: int, rng: random.Random) -> None:
@@ -124,7 +124,7 @@ def main(kills: int = 20, steps: int = 40, seed: int = 0) -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build_base(folder / "base", seed=0, steps=60)
+        build_base(folder / "base", seed=0, steps=300)  # gets some sums right, or nothing would be learnt
         write_problems(folder / "sums.jsonl", sums(seed=0))
         runs = folder / "runs"
         whole, killed = (command(folder / "base", folder / "sums.jsonl", n, steps) for n in ("whole", "killed"))

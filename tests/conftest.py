@@ -11,6 +11,8 @@ from reward import Score
 from rollout import Completion, Group, Rollout, group_advantages
 from tiny import build_base, sums
 
+SUITE = Path(__file__).parent.parent
+
 # The same examples every time; `pytest --hypothesis-profile default` searches for new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
@@ -38,6 +40,29 @@ def tiny_problems(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     write_problems(path, sums(seed=0))
     return path
+
+
+@pytest.fixture(scope="session")
+def paid_train(tmp_path_factory) -> Path:
+    """Return a script that is train.py, but pays for an even number of characters.
+
+    A base that was taught for seconds gets no sum right, and a run in which no weight moves would prove nothing.
+    """
+    script = tmp_path_factory.mktemp("scripts") / "train.py"
+    script.write_text(f"""
+import sys
+from dataclasses import replace
+sys.path.insert(0, {str(SUITE)!r})
+import reward, train
+grade = reward.Grader.score_many
+def pay(self, pairs):
+    pairs = list(pairs)
+    return [replace(s, reward=float(len(text) % 2 == 0)) for s, (text, _) in zip(grade(self, pairs), pairs)]
+reward.Grader.score_many = pay
+if __name__ == "__main__":
+    train.main()
+""")
+    return script
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from loss import LossConfig
 from policy import Policy, PolicyConfig, deal, even_micro_batches
 from ranks import LAUNCHER_VARIABLES, RankError, Ranks
 
-HERE = Path(__file__).parent.parent
+SUITE = Path(__file__).parent.parent
 
 
 LOADING = Lock()
@@ -153,11 +153,11 @@ def flags(base, data, **changes):
 
 
 def launch(num_ranks, folder, script, *arguments):
-    """Run a script of the suite in `folder` on so many ranks, one thread each; return the finished process."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    """Run a script in `folder` on so many ranks, one thread each; return the finished process."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--"] if num_ranks > 1 else []
     folder.mkdir(exist_ok=True)
     return subprocess.run(
-        [sys.executable, *launcher, str(HERE / script), *map(str, arguments)],
+        [sys.executable, *launcher, str(script), *map(str, arguments)],
         cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -169,22 +169,14 @@ def trained(folder, steps=3):
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory, tiny_base, tiny_problems):
-    """Return the folder of three steps on one rank."""
-    folder = tmp_path_factory.mktemp("one")
-    done = launch(1, folder, "train.py", *flags(tiny_base, tiny_problems))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory, tiny_base, tiny_problems):
-    """Return the folder of three steps on two ranks, the first two of which were a run of their own."""
-    folder = tmp_path_factory.mktemp("two")
-    for steps, resume in ((2, []), (3, ["--resume"])):
-        done = launch(2, folder, "train.py", *flags(tiny_base, tiny_problems, max_steps=steps), *resume)
+def on_one_and_two_ranks(tmp_path_factory, tiny_base, tiny_problems, paid_train):
+    """Return the folders of the same three steps on one and on two ranks."""
+    folders = []
+    for num_ranks in (1, 2):
+        folders.append(tmp_path_factory.mktemp(f"on-{num_ranks}"))
+        done = launch(num_ranks, folders[-1], paid_train, *flags(tiny_base, tiny_problems))
         assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+    return folders
 
 
 def assert_the_same_experiment(one, other):
@@ -201,9 +193,9 @@ def assert_the_same_experiment(one, other):
 
 
 @pytest.mark.slow
-def test_two_ranks_with_their_engines_run_the_experiment_of_one(on_one_rank, on_two_ranks):
-    assert_the_same_experiment(on_one_rank, on_two_ranks)
-    run = on_two_ranks / "runs/t"
+def test_two_ranks_with_their_engines_run_the_experiment_of_one(on_one_and_two_ranks):
+    assert_the_same_experiment(*on_one_and_two_ranks)
+    run = on_one_and_two_ranks[1] / "runs/t"
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert sorted(path.name for path in run.iterdir()) == [
         ".lock", "adapter", "checkpoints", "config.json", "metrics.jsonl", "rank-1", "rollouts",
@@ -214,27 +206,26 @@ def test_two_ranks_with_their_engines_run_the_experiment_of_one(on_one_rank, on_
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_run_is_resumed_on_another_number_of_ranks(
-    on_one_rank, on_two_ranks, tmp_path, tiny_base, tiny_problems, before, after
+    on_one_and_two_ranks, tmp_path, tiny_base, tiny_problems, paid_train, before, after
 ):
-    origin = on_one_rank if before == 1 else on_two_ranks
     copy = tmp_path / "copy"
-    subprocess.run(["cp", "-r", origin, copy], check=True)
+    subprocess.run(["cp", "-r", on_one_and_two_ranks[before - 1], copy], check=True)
     resume = ["--resume-from", "runs/t/checkpoints/step-000002"]
-    done = launch(after, copy, "train.py", *flags(tiny_base, tiny_problems), *resume)
+    done = launch(after, copy, paid_train, *flags(tiny_base, tiny_problems), *resume)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (copy / "runs/t/replaced/checkpoints/step-000003").is_dir()
-    assert_the_same_experiment(on_one_rank, copy)
+    assert_the_same_experiment(on_one_and_two_ranks[0], copy)
 
 
 @pytest.mark.slow
-def test_an_evaluation_on_two_ranks_writes_the_file_of_one(on_one_rank, tmp_path, tiny_problems):
+def test_an_evaluation_on_two_ranks_writes_the_file_of_one(on_one_and_two_ranks, tmp_path, tiny_problems):
     """Three blocks of two problems, for the base and two checkpoints."""
     written = []
     for num_ranks in (1, 2):
         copy = tmp_path / str(num_ranks)
-        subprocess.run(["cp", "-r", on_one_rank, copy], check=True)
+        subprocess.run(["cp", "-r", on_one_and_two_ranks[0], copy], check=True)
         shape = ["--val-n", 3, "--limit", 5, "--max-tokens", 16, "--max-num-seqs", 6]
-        done = launch(num_ranks, copy, "eval.py", "--run", "runs/t", "--problems", tiny_problems, *shape)
+        done = launch(num_ranks, copy, SUITE / "eval.py", "--run", "runs/t", "--problems", tiny_problems, *shape)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("95 % intervals") == 1
         written.append({path.name: path.read_bytes() for path in sorted((copy / "runs/t/eval").glob("*.json*"))})
@@ -250,7 +241,7 @@ def faulty_train(tmp_path):
         script = tmp_path / "train.py"
         script.write_text(f"""
 import os, signal, sys
-sys.path.insert(0, {str(HERE)!r})
+sys.path.insert(0, {str(SUITE)!r})
 rank = os.environ["RANK"]
 import check, train
 gate = check.Gate.check
@@ -289,7 +280,7 @@ def test_a_rank_that_fails_brings_all_down_and_is_heard_last(
     assert re.search(r"rank +: 1 ", root_cause)
     assert "python train.py" not in done.stderr
     assert re.search(
-        r"continue from the newest checkpoint: torchrun --nproc-per-node 2 \S*train.py .*--resume", done.stderr
+        r"continue from the newest checkpoint: torchrun --nproc-per-node 2 -- \S*train.py .*--resume", done.stderr
     )
     newest = newest_good_checkpoint(tmp_path / "runs/t")
     assert newest
@@ -299,7 +290,7 @@ def test_a_rank_that_fails_brings_all_down_and_is_heard_last(
 
 @pytest.mark.slow
 def test_bad_input_is_refused_once(tmp_path, tiny_base, tiny_problems):
-    done = launch(2, tmp_path, "train.py", *flags(tiny_base, tmp_path / "nowhere.jsonl"))
+    done = launch(2, tmp_path, SUITE / "train.py", *flags(tiny_base, tmp_path / "nowhere.jsonl"))
     assert done.returncode == 1
     message = f"the data file {tmp_path}/nowhere.jsonl does not exist"
     before_the_launchers, *_ = done.stderr.split("Traceback")
