@@ -57,7 +57,7 @@ class CheckError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateReading:
-    """What the gate saw in a step, on a few of its completions."""
+    """What the gate saw in a step, on a few of the completions of its rank."""
 
     num_tokens: int | None = None
     token_gap: float | None = None

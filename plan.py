@@ -33,7 +33,8 @@ class Needs:
     base_weights: float
     """In bfloat16; sampler and trainer hold a copy each."""
     adapter: float
-    """In float32: weights, gradient, Adam's two moments, and the weights before the last update."""
+    """In float32 weights, gradient, Adam's two moments, and the weights before the last update; in float64 the sum
+    of the gradients."""
     token_activations: float
     """A token in a micro-batch, with gradient checkpointing: every layer's input, and one layer in full."""
     sequence_states: float
@@ -70,7 +71,7 @@ def model_needs(config: PolicyConfig) -> Needs:
     num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return Needs(
         base_weights=2 * sum(parameter.numel() for parameter in base.parameters()),
-        adapter=5 * 4 * num_adapter_parameters,
+        adapter=(5 * 4 + 8) * num_adapter_parameters,
         token_activations=2 * text.hidden_size * len(layers)
         + max(_layer_activations(layer, config.lora_rank) for layer in layers),
         sequence_states=sum(states) + sum(2 * m.conv_dim * m.conv_kernel_size for m in mixers),

@@ -393,12 +393,10 @@ class Policy:
         """
         import torch
 
-        totals = step_totals(groups, max_tokens=max_tokens)
-        seen = self._gradient_in_memory(mine, before, config, totals)
-        for parameter in self.parameters.values():
-            if parameter.grad is None:  # nothing fell to this rank
-                parameter.grad = torch.zeros_like(parameter)
-        self._ranks.add_up([parameter.grad for parameter in self.parameters.values()])
+        sums, seen = self._gradient_in_memory(mine, before, config, step_totals(groups, max_tokens=max_tokens))
+        self._ranks.add_up(sums)
+        for parameter, gradient in zip(self.parameters.values(), sums, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
         seen = [batch for share in self._ranks.gather(seen) for batch in share]
         facts = {name: torch.cat([batch[name] for batch in seen]) for name in seen[0]}
         loss = float(facts.pop("loss").sum())
@@ -434,7 +432,7 @@ class Policy:
         before: Sequence[Tensor | None],
         config: LossConfig,
         totals: StepTotals,
-    ) -> list[dict[str, Tensor]]:
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         """Form the gradient; where memory runs out, once more with every micro-batch halved, from now on."""
         import torch
 
@@ -456,9 +454,17 @@ class Policy:
         before: Sequence[Tensor | None],
         config: LossConfig,
         totals: StepTotals,
-    ) -> list[dict[str, Tensor]]:
-        """Form what these batches add to the gradient of one optimizer step, and return what was seen in each."""
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """Return what these batches add to each parameter's gradient, and what was seen in each batch.
+
+        Sums are in float64: in whatever order they are made, on however many ranks, they then round to the same
+        float32. In float32, the last bit of a gradient decides, by way of the sampler's rounding, on which side of
+        so narrow a clip a sequence falls a few steps later.
+        """
+        import torch
+
         self.optimizer.zero_grad()
+        sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in self.parameters.values()]
         seen: list[dict[str, Tensor]] = []
         for batch, start_logprobs in zip(batches, before, strict=True):
             mask, advantages = batch.completion_mask.to(self.device), batch.advantages.to(self.device)
@@ -476,6 +482,9 @@ class Policy:
                 weights=mismatch_weights(config.mismatch_weight, start_logprobs, sampling_logprobs, mask),
             )
             output.loss.backward()
+            for total, parameter in zip(sums, self.parameters.values(), strict=True):
+                total += parameter.grad
+                parameter.grad = None
             seen.append(
                 {
                     "loss": output.loss.detach()[None],
@@ -489,7 +498,7 @@ class Policy:
                     "entropies": entropies[mask],
                 }
             )
-        return [{name: tensor.cpu() for name, tensor in batch.items()} for batch in seen]
+        return sums, [{name: tensor.cpu() for name, tensor in batch.items()} for batch in seen]
 
     @property
     def checkpoint_bytes(self) -> int:

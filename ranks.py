@@ -2,7 +2,7 @@
 
 What a reader could get wrong: their group is not PyTorch's default one, which in each process belongs to the vLLM
 engine there, and it speaks gloo on GPUs too: what is sent in a step is the gradient of the adapter and the
-rollouts' text, which TCP carries in a fraction of a second. Every rank has to make the same calls in the same
+rollouts, which TCP carries in about a second. Every rank has to make the same calls in the same
 order. A process that nobody launched is rank 0 of 1.
 """
 

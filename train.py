@@ -137,6 +137,10 @@ class TrainConfig:
         """The denominator of the loss."""
         return self.groups_per_step * self.sampling.group_size
 
+    def sequences_at_once(self, num_ranks: int) -> int:
+        """Return the most that one of so many ranks samples in a step."""
+        return -(-self.groups_per_step // num_ranks) * self.sampling.group_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -161,7 +165,7 @@ class Setup:
             write_whole(self.config.folder / "config.json", text)
 
 
-def prepare(config: TrainConfig, grader: Grader) -> Setup:
+def prepare(config: TrainConfig, grader: Grader, ranks: Ranks) -> Setup:
     """Check everything that can be wrong before an engine starts, and write the run's `config.json`.
 
     ValueError or OSError, in one sentence, naming what is missing and what to do; nothing has been written then.
@@ -174,7 +178,7 @@ def prepare(config: TrainConfig, grader: Grader) -> Setup:
         except ValueError as error:
             raise ValueError(f"{config.data}, line {number}: {error}") from error
     fingerprint = base_fingerprint(model_folder(config.policy.base_model, config.policy.revision))
-    config, needs = _planned(config)
+    config, needs = _planned(config, ranks)
     tokenizer = load_tokenizer(config.policy.base_model, config.policy.revision)
     fitting = fitting_problems(problems, tokenizer, config.sampling.max_prompt_tokens)
     if len(fitting) < len(problems):
@@ -242,7 +246,7 @@ def prepare_beside(config: TrainConfig, ranks: Ranks, main: Setup | None) -> Set
     if changes := _changes(record, own):
         raise ValueError(f"rank {ranks.rank} was started with another run than rank 0 ({'; '.join(changes)})")
     return Setup(
-        config=_planned(config)[0],
+        config=_planned(config, ranks)[0],
         problems=problems,
         tokenizer=load_tokenizer(config.policy.base_model, config.policy.revision),
         record=record,
@@ -276,7 +280,7 @@ def _chosen_checkpoint(config: TrainConfig, fingerprint: str) -> Path | None:
     return chosen
 
 
-def _planned(config: TrainConfig) -> tuple[TrainConfig, Needs]:
+def _planned(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Needs]:
     """Return the config with what it leaves to the machine filled in; ValueError when the run does not fit."""
     import torch
 
@@ -289,7 +293,7 @@ def _planned(config: TrainConfig) -> tuple[TrainConfig, Needs]:
     plan = plan_for(
         needs,
         config.sampling,
-        num_sequences=config.sequences_per_step,
+        num_sequences=config.sequences_at_once(ranks.world_size),
         gpu_bytes=gpu_bytes,
         free_bytes=free_bytes,
         sleep=None if config.sampler_sleep == "auto" else config.sampler_sleep == "on",
@@ -308,10 +312,11 @@ def _planned(config: TrainConfig) -> tuple[TrainConfig, Needs]:
             f"by the plan, this run does not fit into the {free_bytes / 1e9:.0f} GB that are free (see --plan); to "
             "try all the same, give --sampler-memory-fraction and --micro-batch-tokens"
         )
-    print(
-        f"sampler_memory_fraction {config.sampler_memory_fraction}, micro_batch_tokens "
-        f"{config.policy.micro_batch_tokens}, sampler_sleep {config.sampler_sleep}"
-    )
+    if ranks.is_main:
+        print(
+            f"sampler_memory_fraction {config.sampler_memory_fraction}, micro_batch_tokens "
+            f"{config.policy.micro_batch_tokens}, sampler_sleep {config.sampler_sleep}"
+        )
     return config, needs
 
 
@@ -391,7 +396,7 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts, ranks: Ranks) ->
     ranks.log_to(own_folder)
     stream = ProblemStream(setup.problems, seed=config.seed, num_taken=state.problems_taken)
     with (
-        _sampler(config) as sampler,
+        _sampler(config, ranks) as sampler,
         MetricsLog(
             config.folder,
             after_step=state.step,
@@ -410,7 +415,7 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts, ranks: Ranks) ->
             policy.restore(ranks.broadcast(policy.state()))
         adapter = own_folder / "adapter"
         checked = self_check(policy, sampler, setup.tokenizer, setup.problems, config.sampling, adapter=adapter)
-        sequences = config.sequences_per_step
+        sequences = config.sequences_at_once(ranks.world_size)
         rehearse(policy, sampler, setup.tokenizer, config.sampling, config.loss, num_sequences=sequences)
         if ranks.is_main:
             setup.record_check(checked.findings)
@@ -509,14 +514,14 @@ def _require_one_adapter(adapter: Path, ranks: Ranks) -> None:
         )
 
 
-def _sampler(config: TrainConfig) -> Sampler:
+def _sampler(config: TrainConfig, ranks: Ranks) -> Sampler:
     return Sampler(
         SamplerConfig(
             base_model=config.policy.base_model,
             revision=config.policy.revision,
             lora_rank=config.policy.lora_rank,
             max_model_len=config.sampling.max_prompt_tokens + config.sampling.max_tokens,
-            max_num_seqs=min(config.sequences_per_step, 256),
+            max_num_seqs=min(config.sequences_at_once(ranks.world_size), 256),
             memory_fraction=config.sampler_memory_fraction or 0.9,
             may_sleep=config.sampler_sleep == "on",
         )
@@ -526,7 +531,7 @@ def _sampler(config: TrainConfig) -> Sampler:
 def check(setup: Setup, ranks: Ranks) -> None:
     """Run the self-check alone, on every rank, and print what rank 0 verified."""
     config = setup.config
-    with _sampler(config) as sampler, tempfile.TemporaryDirectory() as folder:
+    with _sampler(config, ranks) as sampler, tempfile.TemporaryDirectory() as folder:
         policy = Policy(config.policy, seed=config.seed, temperature=config.sampling.temperature)
         findings = self_check(
             policy, sampler, setup.tokenizer, setup.problems, config.sampling, adapter=Path(folder)
@@ -630,7 +635,7 @@ def main() -> None:
             print(describe(needs, config.sampling, num_sequences=sequences, cards=CARDS_GB))
             return
         with interrupts, Ranks.join() as ranks, Grader() as grader:  # its workers start before any engine
-            setup = prepare_beside(config, ranks, prepare(config, grader) if ranks.is_main else None)
+            setup = prepare_beside(config, ranks, prepare(config, grader, ranks) if ranks.is_main else None)
             if config.check:
                 check(setup, ranks)
             elif setup.state.step >= config.max_steps:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -100,7 +101,7 @@ def _session(leader: int) -> list[int]:
     return alive
 
 
-def what_it_left(run: Path) -> dict[str, object]:
+def what_it_left(run: Path) -> dict[str, Any]:
     """Return all that a finished run leaves, by file: metrics without times, the rest as bytes."""
     left: dict[str, object] = {
         str(path.relative_to(run)): path.read_bytes()
@@ -136,11 +137,13 @@ def main(kills: int = 20, steps: int = 40, seed: int = 0) -> None:
         expected, found = what_it_left(runs / "whole"), what_it_left(runs / "killed")
         differing = [name for name in expected | found if expected.get(name) != found.get(name)]
         total = time.monotonic() - started - undisturbed
+        updates = sum(line["gspo/optimizer_steps"] for line in expected["metrics.jsonl"])
     if differing:
         sys.exit(f"after {kills} kills these differ from the undisturbed run: {', '.join(differing)}")
     print(
         f"{kills} of {kills} kills left no trace: metrics, {steps} rollout files and {steps // 2} checkpoints are "
-        f"equal byte for byte\n{undisturbed:.0f} s undisturbed, {total:.0f} s with the kills"
+        f"equal byte for byte after {updates} updates\n"
+        f"{undisturbed:.0f} s undisturbed, {total:.0f} s with the kills"
     )
 
 

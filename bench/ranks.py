@@ -1,8 +1,8 @@
 """The update alone on 1, 2 and 4 ranks with fixed rollouts: is it the same gradient, and what is sent for it?
 
-The gradient of the first update is compared with that of one rank, and the bytes that went over the loopback device
-meanwhile with those of the adapter, of which a ring of N ranks sends 2 (N - 1) / N from each. Every rank has one
-thread, so that on N free cores, and only there, the seconds are a speed-up.
+The gradient of the first update is compared with that of one rank. The bytes that went over the loopback device
+meanwhile are compared with those of the adapter's gradient in float64, of which each of N ranks in a ring sends
+2 (N - 1) / N. Every rank has one thread, so that on N free cores, and only there, the seconds are a speed-up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def work(base: Path, output: Path) -> None:
         found = {
             "seconds": time.perf_counter() - started,
             "sent": _loopback_bytes() - before,
-            "adapter": 4 * sum(parameter.numel() for parameter in policy.parameters.values()),
+            "gradient": 8 * sum(parameter.numel() for parameter in policy.parameters.values()),
         }
         if ranks.is_main:
             gradients = {name: p.grad for name, p in policy.parameters.items() if p.grad is not None}
@@ -67,7 +67,7 @@ def main(shape: str = "100 M") -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build(folder / "base", shape)
-        print("ranks  seconds  gradient off by  each sends  2 (N-1)/N of the adapter's gradient")
+        print("ranks  seconds  gradient off by  each sends  of which a ring needs")
         for count in (1, 2, 4):
             output = folder / f"{count}.json"
             command = [
@@ -89,7 +89,7 @@ def main(shape: str = "100 M") -> None:
             loaded = load_file(output.with_suffix(".safetensors"))
             gradients[count] = torch.cat([loaded[name].flatten() for name in sorted(loaded)]).double()
             error = float((gradients[count] - gradients[1]).norm() / gradients[1].norm())
-            sent, expected = found["sent"] / count / 1e6, 2 * (count - 1) / count * found["adapter"] / 1e6
+            sent, expected = found["sent"] / count / 1e6, 2 * (count - 1) / count * found["gradient"] / 1e6
             print(
                 f"{count:5d}  {found['seconds']:7.1f}  {error:15.1e}  {sent:7.2f} MB  {expected:.2f} MB", flush=True
             )
