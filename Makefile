@@ -1,5 +1,5 @@
 # Every target sets up what it needs, from a bare python3 (3.11 or newer) on.
-.PHONY: help tiny test lint format cpu gpu clean
+.PHONY: help tiny test test-slow lint format cpu gpu clean
 .DEFAULT_GOAL := help
 
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -11,14 +11,17 @@ endif
 
 help:
 	@echo "make tiny   the whole chapter in miniature, on a CPU, in about five minutes"
-	@echo "make test   every test      make lint   ruff and basedpyright"
+	@echo "make test   the tests       make test-slow   those that run for minutes      make lint   ruff, basedpyright"
 	@echo "make gpu    prepare this machine for the real run (then: python train.py)"
 
 tiny: .venv/$(ENGINE)
 	$(PYTHON) tiny.py
 
 test: .venv/$(ENGINE)
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -m "not slow"
+
+test-slow: .venv/$(ENGINE)
+	$(PYTHON) -m pytest -m slow
 
 lint: .venv/$(ENGINE)
 	$(PYTHON) -m ruff check

@@ -16,11 +16,12 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import tyro
 
@@ -296,7 +297,8 @@ def carry_out(
     if blocks:
         with ExitStack() as stack:
             sampler = sampler or stack.enter_context(Sampler(plan.sampler))
-            _do_blocks(plan, blocks, sampler, grader, ranks, stack)
+            outputs = stack.enter_context(_Outputs(plan)) if ranks.is_main else None
+            _do_blocks(plan, blocks, sampler, grader, ranks, outputs)
     if not ranks.is_main:
         return []
     evaluations = [read_evaluation(target.output) for target in plan.targets]
@@ -324,55 +326,38 @@ def _done(target: Target) -> set[str]:
 
 
 def _do_blocks(
-    plan: Plan, blocks: list[tuple[int, int]], sampler: Sampler, grader: Grader, ranks: Ranks, stack: ExitStack
+    plan: Plan,
+    blocks: Sequence[tuple[int, int]],
+    sampler: Sampler,
+    grader: Grader,
+    ranks: Ranks,
+    outputs: _Outputs | None,
 ) -> None:
     """Sample the blocks, a round at a time one on each rank; rank 0 writes its own results as they end."""
-    from tqdm import tqdm
-
-    progress = stack.enter_context(
-        tqdm(
-            total=len(plan.problems) * len(plan.targets),
-            initial=sum(len(_done(target)) for target in plan.targets) if ranks.is_main else 0,
-            unit="problem",
-            dynamic_ncols=True,
-            smoothing=0,  # lengths differ so much that only the mean speed foretells the end
-            disable=not ranks.is_main,
-        )
-    )
-    copies = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    adapters: dict[int, Path | None] = {}
-    outputs: dict[int, _Output] = {}
-    loaded, num_tokens, started = -1, 0, time.perf_counter()
-
-    def write(index: int, result: ProblemResult) -> None:
-        nonlocal num_tokens
-        if ranks.is_main and outputs[index].write(result):
-            num_tokens += sum(generation.completion_tokens for generation in result.generations)
-            progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):,.0f} tokens/s", refresh=False)
-            progress.update()
-
-    for first in range(0, len(blocks), ranks.world_size):
-        in_round = blocks[first : first + ranks.world_size]
-        for index in sorted({index for index, _ in in_round} - set(adapters)):
-            adapters[index] = _at_hand(plan.targets[index].adapter, copies / str(index), ranks)
-            if ranks.is_main:
-                outputs[index] = stack.enter_context(_Output(plan.targets[index]))
-        own: list[list[ProblemResult]] = []
-        for index, start in ranks.share(in_round):
-            if index != loaded:
-                progress.set_description(f"eval {plan.targets[index].header.name}")
-                if adapter := adapters[index]:
+    loaded = -1
+    with tempfile.TemporaryDirectory() as copies:
+        for first in range(0, len(blocks), ranks.world_size):
+            in_round = blocks[first : first + ranks.world_size]
+            targets = sorted({index for index, _ in in_round})
+            adapters = {n: _at_hand(plan.targets[n].adapter, Path(copies, str(n)), ranks) for n in targets}
+            if outputs:
+                outputs.open(targets)
+            own: list[list[ProblemResult]] = []
+            for index, start in ranks.share(in_round):
+                adapter = adapters[index]
+                if index != loaded and adapter:
                     sampler.load_adapter(adapter, version=index)
-                else:
+                elif index != loaded:
                     sampler.unload_adapter()
                 loaded = index
-            own.append([])
-            for result in _sample_block(plan, plan.targets[index].header, start, sampler, grader):
-                own[-1].append(result)
-                write(index, result)
-        for (index, _), results in zip(in_round, ranks.gather_shares(own), strict=True):
-            for result in results:
-                write(index, result)
+                own.append([])
+                for result in _sample_block(plan, plan.targets[index].header, start, sampler, grader):
+                    own[-1].append(result)
+                    if outputs:
+                        outputs.write(index, [result])
+            for (index, _), results in zip(in_round, ranks.gather_shares(own), strict=True):
+                if outputs:
+                    outputs.write(index, results)
 
 
 def _at_hand(adapter: Path | None, copy: Path, ranks: Ranks) -> Path | None:
@@ -383,7 +368,7 @@ def _at_hand(adapter: Path | None, copy: Path, ranks: Ranks) -> Path | None:
     files = ranks.broadcast({name: (adapter / name).read_bytes() for name in names} if ranks.is_main else None)
     if ranks.is_main:
         return adapter
-    copy.mkdir()
+    copy.mkdir(exist_ok=True)
     for name, content in files.items():
         (copy / name).write_bytes(content)
     return copy
@@ -419,40 +404,67 @@ def _sample_block(
         yield ProblemResult(id=problem.id, reference=problem.answer, generations=generations)
 
 
-class _Output:
-    """An evaluation's file, open for more lines and for nobody else; a half-written last line is cut off."""
+class _Outputs:
+    """The evaluations' files, open for more lines and for nobody else, and the progress bar; on rank 0."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, plan: Plan) -> None:
+        self._targets, self._num_problems = plan.targets, len(plan.problems) * len(plan.targets)
+        self._files: dict[int, BinaryIO] = {}
+        self._done: dict[int, set[str]] = {}
+        self._num_tokens, self._started = 0, time.perf_counter()
 
-    def __enter__(self) -> _Output:
-        path = self._target.output
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_whole(path, json.dumps(asdict(self._target.header)) + "\n")
-        self._file = path.open("r+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise ValueError(f"{path} is being written by another evaluation; wait for it to end") from error
-        self._file.truncate(self._file.read().rfind(b"\n") + 1)
-        self._file.seek(0, os.SEEK_END)
-        self._done = _done(self._target)
+    def __enter__(self) -> _Outputs:
+        from tqdm import tqdm
+
+        self._stack = ExitStack()
+        self._progress = self._stack.enter_context(
+            tqdm(
+                total=self._num_problems,
+                initial=sum(len(_done(target)) for target in self._targets),
+                unit="problem",
+                dynamic_ncols=True,
+                smoothing=0,  # lengths differ so much that only the mean speed foretells the end
+            )
+        )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._file.close()
+        self._stack.close()
 
-    def write(self, result: ProblemResult) -> bool:
-        """Append a result, and return whether it was lacking."""
-        if result.id in self._done:
-            return False
-        self._file.write(json.dumps(asdict(result)).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._done.add(result.id)
-        return True
+    def open(self, targets: Sequence[int]) -> None:
+        """Begin or continue files, cutting off a half-written last line; ValueError if another process has one."""
+        for index in targets:
+            if index in self._files:
+                continue
+            target = self._targets[index]
+            self._progress.set_description(f"eval {target.header.name}")
+            target.output.parent.mkdir(parents=True, exist_ok=True)
+            if not target.output.exists():
+                write_whole(target.output, json.dumps(asdict(target.header)) + "\n")
+            file = self._stack.enter_context(target.output.open("r+b"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                busy = f"{target.output} is being written by another evaluation; wait for it to end"
+                raise ValueError(busy) from error
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.seek(0, os.SEEK_END)
+            self._files[index], self._done[index] = file, _done(target)
+
+    def write(self, index: int, results: Sequence[ProblemResult]) -> None:
+        """Append the results that the file does not have yet."""
+        for result in results:
+            if result.id in self._done[index]:
+                continue
+            file = self._files[index]
+            file.write(json.dumps(asdict(result)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            self._done[index].add(result.id)
+            self._num_tokens += sum(generation.completion_tokens for generation in result.generations)
+            rate = self._num_tokens / (time.perf_counter() - self._started)
+            self._progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+            self._progress.update()
 
 
 def _refuse_other_settings(path: Path, there: EvalHeader, here: EvalHeader) -> None:
@@ -471,22 +483,28 @@ def _refuse_other_settings(path: Path, there: EvalHeader, here: EvalHeader) -> N
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse flags, check, evaluate, print the table; exit status 2 and one sentence on bad input."""
     config = tyro.cli(EvalConfig, args=argv, description=__doc__)
-    with ExitStack() as stack:
-        try:
-            ranks = stack.enter_context(Ranks.join())
-            grader = stack.enter_context(Grader())
-            plan = _prepare_together(config, grader, ranks)
-        except RankError:  # whoever ended has said why
-            sys.exit(2)
-        except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-        try:
+    ranks, plan = Ranks(), None
+    try:
+        with Ranks.join() as ranks, Grader() as grader:
+            ranks.take_a_gpu()
+            plan = _prepare_together(ranks.broadcast(config), grader, ranks)
             ranks.log_to(plan.targets[0].output.parent / f"rank-{ranks.rank}")
             evaluations = carry_out(plan, grader, ranks=ranks)
-        except KeyboardInterrupt:
-            print("\ninterrupted; the same command goes on with the problems that are left", file=sys.stderr)
-            sys.exit(130)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on with the problems that are left", file=sys.stderr)
+        sys.exit(130)
+    except RankError as error:
+        if plan:  # before that, whoever ended has said why
+            print(f"\nerror: {error}", file=sys.stderr)
+        ranks.give_way()
+        sys.exit(1 if plan else 2)
+    except Exception as error:
+        if plan or not isinstance(error, ValueError | OSError):
+            ranks.report(traceback.format_exc())
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        ranks.report(f"error: {error}")
+        sys.exit(2)
     if not ranks.is_main:
         return
     print(format_table([summarise(evaluation) for evaluation in evaluations]))

@@ -458,8 +458,8 @@ class Policy:
         """Return what these batches add to each parameter's gradient, and what was seen in each batch.
 
         Sums are in float64: in whatever order they are made, on however many ranks, they then round to the same
-        float32. In float32, the last bit of a gradient decides, by way of the sampler's rounding, on which side of
-        so narrow a clip a sequence falls a few steps later.
+        float32, but for one in a hundred million. In float32, the last bit of a gradient decides, by way of the
+        sampler's rounding, on which side of so narrow a clip a sequence falls a few steps later.
         """
         import torch
 

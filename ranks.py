@@ -1,9 +1,8 @@
 """The ranks of a run: the processes that `torchrun` starts, and what they tell each other.
 
 What a reader could get wrong: their group is not PyTorch's default one, which in each process belongs to the vLLM
-engine there, and it speaks gloo on GPUs too: what is sent in a step is the gradient of the adapter and the
-rollouts, which TCP carries in about a second. Every rank has to make the same calls in the same
-order. A process that nobody launched is rank 0 of 1.
+engine there, and it speaks gloo on GPUs too: a step sends no more than the adapter's gradient and the rollouts.
+Every rank has to make the same calls in the same order. A process that nobody launched is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pickle
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=2)
-"""For a rank that is still busy; one that has ended is noticed at once."""
+PATIENCE = timedelta(hours=1)
+"""For a rank that is still busy; where one has ended, those that wait for it notice."""
 GIVE_WAY_SECONDS = 10
 LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -40,18 +39,27 @@ class RankError(RuntimeError):
 class Ranks:
     """This process among the others of the run; a context manager, which ends when all have come to its end."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
-        """Be one of `world_size`, with a process group where there are others; `join` makes it from a launch."""
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        group: Any = None,
+        *,
+        local_rank: int = 0,
+        local_world_size: int = 1,
+    ) -> None:
+        """Be one of `world_size`, in a process group if launched; `local_*` count on this machine. See `join`."""
         self.rank, self.world_size, self._group = rank, world_size, group
+        self._local_rank, self._local_world_size = local_rank, local_world_size
         self.launcher = "python"
         """The command that starts a script as this one was started."""
         self._error_file: str | None = None
 
     @classmethod
     def join(cls) -> Ranks:
-        """Meet the others that `torchrun` started, and take a GPU of one's own; ValueError where there is none.
+        """Meet the others that `torchrun` started.
 
-        The launcher's variables are then taken out of the environment: an engine would join its group to them.
+        The launcher's variables are then taken out of the environment: an engine would take them for its own.
         """
         launched = {name: value for name, value in os.environ.items() if LAUNCHER_VARIABLES.fullmatch(name)}
         if "TORCHELASTIC_RUN_ID" not in launched:
@@ -59,13 +67,17 @@ class Ranks:
         from torch.distributed import PrefixStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
         from torch.distributed.rendezvous import rendezvous
 
-        _take_a_gpu(int(launched["LOCAL_RANK"]), int(launched["LOCAL_WORLD_SIZE"]))
         store, rank, world_size = next(iter(rendezvous("env://", timeout=PATIENCE)))
-        ranks = cls(rank, world_size, ProcessGroupGloo(PrefixStore("gspo", store), rank, world_size, PATIENCE))
-        num_nodes, num_here = launched["GROUP_WORLD_SIZE"], launched["LOCAL_WORLD_SIZE"]
-        meeting = f" --nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if num_nodes != "1" else ""
-        ranks.launcher = f"torchrun{meeting} --nproc-per-node {num_here} --"  # or it takes --run for its own
+        group = ProcessGroupGloo(PrefixStore("gspo", store), rank, world_size, PATIENCE)
+        local_rank, local_world_size = int(launched["LOCAL_RANK"]), int(launched["LOCAL_WORLD_SIZE"])
+        ranks = cls(rank, world_size, group, local_rank=local_rank, local_world_size=local_world_size)
         ranks._error_file = launched.get("TORCHELASTIC_ERROR_FILE")
+        node = ""
+        if (num_nodes := launched["GROUP_WORLD_SIZE"]) != "1":
+            node = f"--nnodes {num_nodes} --node-rank {launched['GROUP_RANK']} "
+            node += f"--master-addr {launched['MASTER_ADDR']} --master-port {launched['MASTER_PORT']} "
+        # Without the two hyphens torchrun would take --run for an option of its own.
+        ranks.launcher = f"torchrun {node}--nproc-per-node {local_world_size} --"
         for name in launched:
             del os.environ[name]
         return ranks
@@ -86,6 +98,20 @@ class Ranks:
                 with suppress(RankError):  # whoever cannot be waited for has failed after its work was done
                     self.gather(None)
             self._group = None  # closes the connections, from which the others learn of it
+
+    def take_a_gpu(self) -> None:
+        """Make one GPU of this machine the only one that this process sees; ValueError where there are too few."""
+        import torch
+
+        count = torch.cuda.device_count()
+        if count == 0 or self._local_world_size == 1:
+            return
+        if self._local_world_size > count:
+            raise ValueError(
+                f"{self._local_world_size} ranks were started here for {count} GPUs; each needs its own"
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[self._local_rank].strip()
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """Return this rank's part of what all hold: every `world_size`-th item."""
@@ -116,9 +142,9 @@ class Ranks:
 
         data = _pickled(value if self.is_main else None)
         size = torch.tensor([len(data)])
-        self._wait(self._group.broadcast, size, 0)
+        self._wait("broadcast", size, 0)
         data = data if self.is_main else data.new_empty(int(size))
-        self._wait(self._group.broadcast, data, 0)
+        self._wait("broadcast", data, 0)
         return value if self.is_main else _unpickled(data)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -131,7 +157,7 @@ class Ranks:
         import torch
 
         total = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
-        self._wait(self._group.allreduce, total)
+        self._wait("allreduce", total)
         for tensor, part in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
@@ -157,34 +183,17 @@ class Ranks:
         time.sleep(GIVE_WAY_SECONDS)
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
-        assert self._group
         parts = [tensor.new_empty(tensor.shape) for _ in range(self.world_size)]
-        self._wait(self._group.allgather, parts, tensor)
+        self._wait("allgather", parts, tensor)
         return parts
 
-    def _wait(self, start: Callable[..., Any], *arguments: Any) -> None:
+    def _wait(self, collective: str, *arguments: Any) -> None:
         try:
-            start(*arguments).wait()
+            getattr(self._group, collective)(*arguments).wait()
         except RuntimeError as error:  # gloo's only kind: a connection was closed, or patience ran out
+            self._group = None  # so that whoever waits for this rank notices in turn
             reason = str(error).splitlines()[0]
-            raise RankError(
-                f"another rank has ended, or does not answer; its own error says why ({reason})"
-            ) from error
-
-
-def _take_a_gpu(local_rank: int, local_world_size: int) -> None:
-    """Make one GPU the only one that this process sees, before anything looks at them."""
-    import torch
-
-    count = torch.cuda.device_count()
-    if count == 0:
-        return
-    if local_world_size > count:
-        raise ValueError(
-            f"{local_world_size} ranks were started here and there are {count} GPUs; one each is needed"
-        )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank].strip()
+            raise RankError(f"another rank has ended; its own error says why ({reason})") from None
 
 
 def _pickled(value: object) -> Tensor:

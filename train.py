@@ -169,55 +169,27 @@ def prepare(config: TrainConfig, grader: Grader, ranks: Ranks) -> Setup:
     """Check everything that can be wrong before an engine starts, and write the run's `config.json`.
 
     ValueError or OSError, in one sentence, naming what is missing and what to do; nothing has been written then.
+    The data, the checkpoints and the run itself are rank 0's; the base model is each rank's own.
     """
-    _require(config)
-    problems = read_problems(config.data)[: config.max_train_samples]
-    for number, problem in enumerate(problems, start=1):
-        try:
-            grader.check_reference(problem.answer)
-        except ValueError as error:
-            raise ValueError(f"{config.data}, line {number}: {error}") from error
+    _require(config, ranks)
+    problems = _gradable_problems(config, grader) if ranks.is_main else []
     fingerprint = base_fingerprint(model_folder(config.policy.base_model, config.policy.revision))
+    if len(set(ranks.gather(fingerprint))) > 1:
+        raise ValueError(
+            f"the ranks hold different weights or tokenizers under the name {config.policy.base_model}"
+        )
     config, needs = _planned(config, ranks)
     tokenizer = load_tokenizer(config.policy.base_model, config.policy.revision)
-    fitting = fitting_problems(problems, tokenizer, config.sampling.max_prompt_tokens)
-    if len(fitting) < len(problems):
-        print(
-            f"{len(problems) - len(fitting)} questions exceed {config.sampling.max_prompt_tokens} tokens: left out"
-        )
-    record = _record(config, fingerprint, num_problems=len(fitting), num_left_out=len(problems) - len(fitting))
-    state = TrainState(
-        step=0,
-        problems_taken=0,
-        seed=config.seed,
-        base_model=config.policy.base_model,
-        base_fingerprint=fingerprint,
-        swanlab_id=None,
-    )
-    checkpoint = lock = None
-    if not config.check:
-        config_path = config.folder / "config.json"
-        resume = config.resume or config.resume_from is not None
-        if resume:
-            _refuse_changes(config_path, record)
-        elif config_path.exists():
-            raise ValueError(
-                f"the run {config.folder} exists already; continue it with --resume or choose another --run-name"
-            )
-        if not resume:
-            require_space(config.folder, _bytes_to_write(config, needs, after_step=0))
-            config.folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_run(config.folder)
-        try:
-            if resume and (checkpoint := _chosen_checkpoint(config, fingerprint)):
-                state = read_state(checkpoint)  # it has just been verified
-            if resume:
-                require_space(config.folder, _bytes_to_write(config, needs, after_step=state.step))
-                set_aside(config.folder, after_step=state.step)
-            write_whole(config_path, json.dumps(record, indent=2) + "\n")
-        except BaseException:
-            lock.close()
-            raise
+    if not ranks.is_main:
+        fitting, record, state = ranks.broadcast(None)
+        checkpoint = lock = None
+    else:
+        fitting = fitting_problems(problems, tokenizer, config.sampling.max_prompt_tokens)
+        if num_left_out := len(problems) - len(fitting):
+            print(f"{num_left_out} questions exceed {config.sampling.max_prompt_tokens} tokens: left out")
+        record = _record(config, fingerprint, num_problems=len(fitting), num_left_out=num_left_out)
+        state, checkpoint, lock = _open_run(config, record, needs)
+        ranks.broadcast((fitting, record, state))
     return Setup(
         config=config,
         problems=fitting,
@@ -229,31 +201,55 @@ def prepare(config: TrainConfig, grader: Grader, ranks: Ranks) -> Setup:
     )
 
 
-def prepare_beside(config: TrainConfig, ranks: Ranks, main: Setup | None) -> Setup:
-    """Return rank 0's `Setup`, and on another rank one that agrees with it; ValueError where the two cannot.
+def _gradable_problems(config: TrainConfig, grader: Grader) -> list[Problem]:
+    problems = read_problems(config.data)[: config.max_train_samples]
+    for number, problem in enumerate(problems, start=1):
+        try:
+            grader.check_reference(problem.answer)
+        except ValueError as error:
+            raise ValueError(f"{config.data}, line {number}: {error}") from error
+    return problems
 
-    What is on disk, data, checkpoints and the run itself, is rank 0's; the base model every rank has.
-    """
-    kept = ranks.broadcast(main and (main.problems, main.record, main.state))
-    if main:
-        return main
-    problems, record, state = kept
-    fingerprint = base_fingerprint(model_folder(config.policy.base_model, config.policy.revision))
-    own = record | {
-        "settings": json.loads(json.dumps(asdict(config), default=str)),
-        "base_fingerprint": fingerprint,
-    }
-    if changes := _changes(record, own):
-        raise ValueError(f"rank {ranks.rank} was started with another run than rank 0 ({'; '.join(changes)})")
-    return Setup(
-        config=_planned(config, ranks)[0],
-        problems=problems,
-        tokenizer=load_tokenizer(config.policy.base_model, config.policy.revision),
-        record=record,
-        checkpoint=None,
-        state=state,
-        lock=None,
+
+def _open_run(
+    config: TrainConfig, record: dict[str, Any], needs: Needs
+) -> tuple[TrainState, Path | None, IO[str] | None]:
+    """Write `config.json`, unless only checked; return the state to start from, its checkpoint and a lock."""
+    fingerprint = record["base_fingerprint"]
+    state = TrainState(
+        step=0,
+        problems_taken=0,
+        seed=config.seed,
+        base_model=config.policy.base_model,
+        base_fingerprint=fingerprint,
+        swanlab_id=None,
     )
+    checkpoint = None
+    if config.check:
+        return state, None, None
+    config_path = config.folder / "config.json"
+    resume = config.resume or config.resume_from is not None
+    if resume:
+        _refuse_changes(config_path, record)
+    elif config_path.exists():
+        raise ValueError(
+            f"the run {config.folder} exists already; continue it with --resume or choose another --run-name"
+        )
+    if not resume:
+        require_space(config.folder, _bytes_to_write(config, needs, after_step=0))
+        config.folder.mkdir(parents=True, exist_ok=True)
+    lock = lock_run(config.folder)
+    try:
+        if resume and (checkpoint := _chosen_checkpoint(config, fingerprint)):
+            state = read_state(checkpoint)  # it has just been verified
+        if resume:
+            require_space(config.folder, _bytes_to_write(config, needs, after_step=state.step))
+            set_aside(config.folder, after_step=state.step)
+        write_whole(config_path, json.dumps(record, indent=2) + "\n")
+    except BaseException:
+        lock.close()
+        raise
+    return state, checkpoint, lock
 
 
 def _bytes_to_write(config: TrainConfig, needs: Needs, *, after_step: int) -> int:
@@ -320,11 +316,11 @@ def _planned(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Needs]:
     return config, needs
 
 
-def _require(config: TrainConfig) -> None:
+def _require(config: TrainConfig, ranks: Ranks) -> None:
     import torch
 
     missing = []
-    if not config.data.is_file():
+    if ranks.is_main and not config.data.is_file():
         missing.append(
             f"the data file {config.data} does not exist: run `python prepare_data.py`, or give --data FILE"
         )
@@ -554,12 +550,13 @@ def _record(config: TrainConfig, fingerprint: str, *, num_problems: int, num_lef
         "flash-linear-attention",
     )
     installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
+    settings = json.loads(json.dumps(asdict(config), default=str))
     return {
         "base_model": config.policy.base_model,
         "revision": config.policy.revision,
         "lora_rank": config.policy.lora_rank,
         "base_fingerprint": fingerprint,
-        "settings": _settings(config),
+        "settings": settings,
         "data": {
             "sha256": sha256(config.data),
             "problems": num_problems,
@@ -574,21 +571,17 @@ def _record(config: TrainConfig, fingerprint: str, *, num_problems: int, num_lef
     }
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(config), default=str))
-
-
 def _refuse_changes(path: Path, record: dict[str, Any]) -> None:
     """Refuse to resume under other settings, data or base weights; horizon, paths and mirrors may change."""
     if not path.is_file():
         raise ValueError(f"there is no run to resume in {path.parent}; leave --resume out to start one")
-    if changes := _changes(json.loads(path.read_text()), record):
+    before = _comparable(json.loads(path.read_text()))
+    after = _comparable(record)
+    changes = [
+        f"{key}: {before.get(key)} -> {after.get(key)}" for key in after if before.get(key) != after.get(key)
+    ]
+    if changes:
         raise ValueError(f"the run {path.parent} was started otherwise ({'; '.join(changes)}); resume it as it was")
-
-
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    old, new = _comparable(before), _comparable(after)
-    return [f"{key}: {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]
 
 
 FREE_ON_RESUME = {
@@ -635,7 +628,9 @@ def main() -> None:
             print(describe(needs, config.sampling, num_sequences=sequences, cards=CARDS_GB))
             return
         with interrupts, Ranks.join() as ranks, Grader() as grader:  # its workers start before any engine
-            setup = prepare_beside(config, ranks, prepare(config, grader, ranks) if ranks.is_main else None)
+            ranks.take_a_gpu()
+            setup = prepare(ranks.broadcast(config), grader, ranks)
+            config = setup.config
             if config.check:
                 check(setup, ranks)
             elif setup.state.step >= config.max_steps:
