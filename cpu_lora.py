@@ -38,8 +38,30 @@ class OneAdapterPunica(PunicaWrapperCPU):
         """
         if self.no_lora:  # none of these requests names the adapter, whose weights may still be there
             return
-        start = 0
+        start, exact = 0, x.float()
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            shrunk = (x.float() @ a[0, 0].float().T).mul_(scale)  # [N, rank]
+            shrunk = (exact @ a[0, 0].float().T).mul_(scale)  # [N, rank]
             y[:, start : start + width] += shrunk.to(y.dtype) @ b[0, 0].T
             start += width
+
+    def add_lora_logits(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Tensor,
+        lora_b_stacked: Tensor,
+        scale: float,
+        **kwargs: Any,
+    ) -> None:
+        """Add scale x A^T B^T to the logits y [N, V]; vLLM does so for heads without an adapter too, as zeros.
+
+        Args:
+            y: changed in place.
+            x: [N, in].
+            lora_a_stacked: [1, 1, rank, in].
+            lora_b_stacked: [1, 1, V, rank], with more or fewer words where either is padded.
+            scale: of the adapter.
+            kwargs: unused.
+        """
+        num_words = min(y.shape[-1], lora_b_stacked.shape[-2])
+        self.add_lora_linear(y, x, (lora_a_stacked,), (lora_b_stacked[:, :, :num_words],), scale, (num_words,))
