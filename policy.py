@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 CPU_MICRO_BATCH_TOKENS = 2_048
 """On a CPU larger buffers are taken from the system afresh each time, which can cost as much as the arithmetic."""
-SHARES = 8
-"""Micro-batches of an update at the least, so that up to eight ranks find the same ones, and share them evenly."""
+SHARES = 4
+"""Micro-batches of an update at the least, so that one, two and four ranks find the same ones."""
 CHECKPOINT_BYTES = 16
 """An adapter parameter in a checkpoint: the adapter twice and Adam's two moments, in float32."""
 
@@ -54,7 +54,7 @@ class PolicyConfig:
     adam_epsilon: float = 1e-8
     micro_batch_tokens: int | None = None
     """Tokens, padding included, that go through the model at one time; a longer sequence goes alone. By default as
-    many as the GPU has memory for, and 2,048 on a CPU; less where the step is so small that eight ranks could not
+    many as the GPU has memory for, and 2,048 on a CPU; less where the step is so small that four ranks could not
     share it."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: a third more time for a fraction of the memory."""
@@ -119,13 +119,14 @@ def micro_batches(groups: Sequence[Group], *, max_tokens: int, degenerate_too: b
         sequences = sequences[count:]
 
 
-def even_micro_batches(groups: Sequence[Group], *, max_tokens: int, num_shares: int = SHARES) -> list[Batch]:
-    """Return micro-batches of about equally many tokens: `num_shares`, or a multiple where these are too large.
+def even_micro_batches(groups: Sequence[Group], *, max_tokens: int, num_ranks: int = 1) -> list[Batch]:
+    """Return micro-batches of about equally many tokens: one a rank, or a multiple, and SHARES at the least.
 
     Rounding depends on what is computed together, so that a gradient is the same on any number of ranks only if
     its micro-batches are.
     """
     lengths = sorted((len(sequence.token_ids) for sequence in _sequences(groups)), reverse=True)
+    step = max(SHARES, num_ranks)
 
     def num_batches(tokens: int) -> int:
         number = start = 0
@@ -134,7 +135,7 @@ def even_micro_batches(groups: Sequence[Group], *, max_tokens: int, num_shares: 
             number += 1
         return number
 
-    for wanted in range(num_shares, len(lengths) + num_shares, num_shares):
+    for wanted in range(step, len(lengths) + step, step):
         fewest = bisect_left(range(sum(lengths)), -wanted, key=lambda tokens: -num_batches(tokens))
         if fewest <= max_tokens:
             return list(micro_batches(groups, max_tokens=fewest))
@@ -348,11 +349,9 @@ class Policy:
 
         self.micro_batch_tokens = min(self._ranks.gather(self.micro_batch_tokens))  # one may have run out of memory
         parts = [groups[start :: config.mini_batches] for start in range(config.mini_batches)]
-        num_shares = max(SHARES, self._ranks.world_size)
-        batches = [
-            even_micro_batches(part, max_tokens=self.micro_batch_tokens, num_shares=num_shares) for part in parts
-        ]
-        mine = [deal(part, self._ranks.world_size)[self._ranks.rank] for part in batches]
+        tokens, num_ranks = self.micro_batch_tokens, self._ranks.world_size
+        batches = [even_micro_batches(part, max_tokens=tokens, num_ranks=num_ranks) for part in parts]
+        mine = [deal(part, num_ranks)[self._ranks.rank] for part in batches]
         old: list[list[Tensor | None]] = [[None] * len(part) for part in mine]
         if config.mini_batches > 1 or config.old_logprobs == "policy":
             with torch.no_grad():

@@ -199,8 +199,8 @@ def test_out_of_memory_in_an_update_halves_the_micro_batches_once_and_changes_no
         found = gradients(policy, groups, **choices)
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
-        assert policy.micro_batch_tokens == 12  # three sequences of 8 tokens were the most that went together
-        assert "out of GPU memory; micro_batch_tokens is 12 from now on" in capfd.readouterr().out
+        assert policy.micro_batch_tokens == 21  # three sequences of 14 tokens were the most that went together
+        assert "out of GPU memory; micro_batch_tokens is 21 from now on" in capfd.readouterr().out
 
 
 def test_one_sequence_that_does_not_fit_into_memory_stops_the_run(policy, make_group, monkeypatch):
