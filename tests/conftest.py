@@ -1,5 +1,6 @@
 """What every test shares: a tiny base model built once a session, and completions made by hand."""
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,9 @@ from rollout import Completion, Group, Rollout, group_advantages
 from tiny import build_base, sums
 
 SUITE = Path(__file__).parent.parent
+
+# What a shell starts in the background ignores Ctrl-C, and hands that down to the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time; `pytest --hypothesis-profile default` searches for new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
