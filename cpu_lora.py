@@ -41,7 +41,7 @@ class OneAdapterPunica(PunicaWrapperCPU):
         start, exact = 0, x.float()
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             shrunk = (exact @ a[0, 0].float().T).mul_(scale)  # [N, rank]
-            y[:, start : start + width] += shrunk.to(y.dtype) @ b[0, 0].T
+            y[:, start : start + width] += shrunk.to(y.dtype) @ b[0, 0].to(y.dtype).T
             start += width
 
     def add_lora_logits(

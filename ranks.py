@@ -72,12 +72,7 @@ class Ranks:
         local_rank, local_world_size = int(launched["LOCAL_RANK"]), int(launched["LOCAL_WORLD_SIZE"])
         ranks = cls(rank, world_size, group, local_rank=local_rank, local_world_size=local_world_size)
         ranks._error_file = launched.get("TORCHELASTIC_ERROR_FILE")
-        node = ""
-        if (num_nodes := launched["GROUP_WORLD_SIZE"]) != "1":
-            node = f"--nnodes {num_nodes} --node-rank {launched['GROUP_RANK']} "
-            node += f"--master-addr {launched['MASTER_ADDR']} --master-port {launched['MASTER_PORT']} "
-        # Without the two hyphens torchrun would take --run for an option of its own.
-        ranks.launcher = f"torchrun {node}--nproc-per-node {local_world_size} --"
+        ranks.launcher = _launcher(launched)
         for name in launched:
             del os.environ[name]
         return ranks
@@ -101,10 +96,11 @@ class Ranks:
 
     def take_a_gpu(self) -> None:
         """Make one GPU of this machine the only one that this process sees; ValueError where there are too few."""
+        if self._local_world_size == 1:
+            return
         import torch
 
-        count = torch.cuda.device_count()
-        if count == 0 or self._local_world_size == 1:
+        if (count := torch.cuda.device_count()) == 0:
             return
         if self._local_world_size > count:
             raise ValueError(
@@ -193,7 +189,20 @@ class Ranks:
         except RuntimeError as error:  # gloo's only kind: a connection was closed, or patience ran out
             self._group = None  # so that whoever waits for this rank notices in turn
             reason = str(error).splitlines()[0]
-            raise RankError(f"another rank has ended; its own error says why ({reason})") from None
+            raise RankError(
+                f"another rank has ended or does not answer; its own error says why ({reason})"
+            ) from None
+
+
+def _launcher(launched: dict[str, str]) -> str:
+    node = ""
+    if launched["GROUP_WORLD_SIZE"] != "1":
+        node = (
+            f"--nnodes {launched['GROUP_WORLD_SIZE']} --node-rank {launched['GROUP_RANK']} "
+            f"--master-addr {launched['MASTER_ADDR']} --master-port {launched['MASTER_PORT']} "
+        )
+    # Without the two hyphens torchrun would take --run for an option of its own.
+    return f"torchrun {node}--nproc-per-node {launched['LOCAL_WORLD_SIZE']} --"
 
 
 def _pickled(value: object) -> Tensor:

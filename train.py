@@ -174,12 +174,12 @@ def prepare(config: TrainConfig, grader: Grader, ranks: Ranks) -> Setup:
     _require(config, ranks)
     problems = _gradable_problems(config, grader) if ranks.is_main else []
     fingerprint = base_fingerprint(model_folder(config.policy.base_model, config.policy.revision))
-    if len(set(ranks.gather(fingerprint))) > 1:
+    config, needs = _planned(config, ranks)
+    tokenizer = load_tokenizer(config.policy.base_model, config.policy.revision)
+    if len(set(ranks.gather(fingerprint))) > 1:  # all have come this far, so that a run may be begun
         raise ValueError(
             f"the ranks hold different weights or tokenizers under the name {config.policy.base_model}"
         )
-    config, needs = _planned(config, ranks)
-    tokenizer = load_tokenizer(config.policy.base_model, config.policy.revision)
     if not ranks.is_main:
         fitting, record, state = ranks.broadcast(None)
         checkpoint = lock = None
@@ -289,7 +289,7 @@ def _planned(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Needs]:
     plan = plan_for(
         needs,
         config.sampling,
-        num_sequences=config.sequences_at_once(ranks.world_size),
+        num_sequences=config.sequences_per_step,  # whatever the number of ranks: micro-batches follow from it
         gpu_bytes=gpu_bytes,
         free_bytes=free_bytes,
         sleep=None if config.sampler_sleep == "auto" else config.sampler_sleep == "on",
@@ -393,15 +393,7 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts, ranks: Ranks) ->
     stream = ProblemStream(setup.problems, seed=config.seed, num_taken=state.problems_taken)
     with (
         _sampler(config, ranks) as sampler,
-        MetricsLog(
-            config.folder,
-            after_step=state.step,
-            mode=config.swanlab_mode,
-            swanlab_id=state.swanlab_id,
-            config=asdict(config),
-        )
-        if ranks.is_main
-        else nullcontext() as log,
+        _metrics_log(config, state) if ranks.is_main else nullcontext() as log,
     ):
         interrupts.listen()  # SwanLab's handler would upload first
         policy = Policy(config.policy, seed=config.seed, temperature=config.sampling.temperature, ranks=ranks)
@@ -524,6 +516,16 @@ def _sampler(config: TrainConfig, ranks: Ranks) -> Sampler:
     )
 
 
+def _metrics_log(config: TrainConfig, state: TrainState) -> MetricsLog:
+    return MetricsLog(
+        config.folder,
+        after_step=state.step,
+        mode=config.swanlab_mode,
+        swanlab_id=state.swanlab_id,
+        config=asdict(config),
+    )
+
+
 def check(setup: Setup, ranks: Ranks) -> None:
     """Run the self-check alone, on every rank, and print what rank 0 verified."""
     config = setup.config
@@ -620,7 +622,7 @@ def main() -> None:
 
     def say(message: str) -> None:
         advice = f"\n{_how_to_go_on(ranks)}" if begun and ranks.is_main else ""
-        print(f"{message}{advice}", file=sys.stderr)
+        print("\n" * begun + message + advice, file=sys.stderr)
 
     try:
         if config.plan:
@@ -640,22 +642,22 @@ def main() -> None:
                 begun = True
                 train(setup, grader, interrupts, ranks)
     except KeyboardInterrupt:
-        say("\ninterrupted")
+        say("interrupted")
         sys.exit(128 + (interrupts.received or signal.SIGINT))
-    except RankError as error:
-        if begun:  # before that, whoever ended has said why
-            say("\n".join([f"\nerror: {error}", *getattr(error, "__notes__", [])]))
-        ranks.give_way()
-        sys.exit(1 if begun else 2)
     except Exception as error:
+        words = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
         expected = (DiskError, CheckError, FloatingPointError) if begun else (OSError, ValueError, CheckError)
-        if not isinstance(error, expected):
+        if isinstance(error, RankError):
+            if begun:  # before that, whoever ended has said why
+                say(words)
+            ranks.give_way()
+        elif isinstance(error, expected):
+            ranks.report(words)
+            say(words)
+        else:
             error.add_note(_how_to_go_on(ranks) if begun else "before the first step; nothing is lost")
             ranks.report(traceback.format_exc())
             raise
-        message = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
-        ranks.report(message)
-        say(message)
         sys.exit(1 if begun else 2)
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from loss import LossConfig
 from plan import model_needs
-from policy import Policy, PolicyConfig, micro_batches
+from policy import Policy, PolicyConfig, even_micro_batches, micro_batches
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_nine_tenths_of_a_micro_batch_are_real_on_lengths_like_the_chapters(make
         groups = [
             make_group([1, 0] * 4, prompt_length=100 + 25 * n, lengths=lengths[8 * n : 8 * n + 8]) for n in range(8)
         ]
-        for budget in (14_336, 16_384, 32_768):
-            batches = list(micro_batches(groups, max_tokens=budget))
+        for budget in (14_336, 16_384, 32_768, 65_536):
+            batches = even_micro_batches(groups, max_tokens=budget)
             real = sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
             assert real / sum(batch.input_ids.numel() for batch in batches) >= 0.9

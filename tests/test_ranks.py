@@ -118,7 +118,7 @@ def test_batches_are_dealt_evenly_by_tokens(make_group):
     lengths = (1800 * torch.randn(64, generator=torch.Generator().manual_seed(0)).mul(0.6).exp()).clamp(200, 4096)
     rows = lengths.long().view(8, 8).tolist()
     groups = [make_group([1, 0] * 4, prompt_length=200, lengths=row) for row in rows]
-    for max_tokens, num_ranks in itertools.product((8_192, 16_384, 32_768, 65_536), (1, 2, 4, 8)):
+    for max_tokens, num_ranks in itertools.product((8_192, 16_384, 32_768, 65_536), (1, 2, 3, 4, 8)):
         batches = even_micro_batches(groups, max_tokens=max_tokens, num_ranks=num_ranks)
         assert max(batch.input_ids.numel() for batch in batches) <= max_tokens
         shares = deal(batches, num_ranks)
