@@ -57,8 +57,8 @@ class PolicyConfig:
     adam_epsilon: float = 1e-8
     micro_batch_tokens: int | None = None
     """Tokens, padding included, that go through the model at one time; a longer sequence goes alone. By default as
-    many as the GPU has memory for, and 2,048 on a CPU; the sequences of a step are spread
-    evenly over a multiple of four micro-batches, which may hold fewer."""
+    many as the GPU has memory for, and 2,048 on a CPU; the sequences of a step are spread evenly over a multiple of
+    four micro-batches, which may hold fewer."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: a third more time for a fraction of the memory."""
 
