@@ -426,7 +426,6 @@ class Policy:
         totals = StepTotals(num_sequences=1, num_tokens=1, max_tokens=max_tokens)
         batch = next(micro_batches(groups, max_tokens=self.micro_batch_tokens))
         self._gradient_in_memory([batch], [None], config, totals)
-        self.optimizer.zero_grad()
         del later
 
     def _gradient_in_memory(
@@ -516,13 +515,15 @@ class Policy:
         """
         from peft import get_peft_model_state_dict
 
-        moments = {
+        weights = {name: weight.cpu() for name, weight in get_peft_model_state_dict(self.model).items()}
+        return {"adapter_model": weights, "optimizer": self._moments(), "random": self._random_states}
+
+    def _moments(self) -> dict[str, Tensor]:
+        return {
             f"{name}.{key}": value.cpu()
             for name, parameter in self.parameters.items()
             for key, value in self.optimizer.state[parameter].items()
         }
-        weights = {name: weight.cpu() for name, weight in get_peft_model_state_dict(self.model).items()}
-        return {"adapter_model": weights, "optimizer": moments, "random": self._random_states}
 
     def save(self, folder: Path) -> None:
         """Write `state` into `folder`, and in `folder`/vllm the adapter with the sampler's module names."""
@@ -531,9 +532,8 @@ class Policy:
         self.model.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)
         self.save_adapter(folder / "vllm")
-        state = self.state()
-        for name in ("optimizer", "random"):
-            save_file(state[name], folder / f"{name}.safetensors")
+        save_file(self._moments(), folder / "optimizer.safetensors")
+        save_file(self._random_states, folder / "random.safetensors")
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter in PEFT's format with the sampler's module names."""
