@@ -503,6 +503,11 @@ class Policy:
         return sums, [{name: tensor.cpu() for name, tensor in batch.items()} for batch in seen]
 
     @property
+    def adapter_bytes(self) -> int:
+        """What `save_adapter` writes."""
+        return sum(parameter.nbytes for parameter in self.parameters.values())
+
+    @property
     def checkpoint_bytes(self) -> int:
         """What `save` writes."""
         return CHECKPOINT_BYTES * sum(parameter.numel() for parameter in self.parameters.values())

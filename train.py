@@ -430,7 +430,7 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts, ranks: Ranks) ->
             for step in tqdm(steps, desc=config.run_name, dynamic_ncols=True, disable=None):
                 started = time.perf_counter()
                 sampler.wake()
-                with writing(adapter):
+                with writing(adapter, num_bytes=policy.adapter_bytes):
                     policy.save_adapter(adapter)
                 sampler.load_adapter(adapter, version=step - 1)
                 _require_one_adapter(adapter, ranks)

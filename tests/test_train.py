@@ -198,15 +198,26 @@ def test_kills_at_random_moments_leave_no_trace(tmp_path, tiny_base, tiny_proble
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_stops_the_run_with_a_sentence_and_a_good_checkpoint(in_folder, tiny_base):
-    """On a real file system, which something else fills after the first step."""
-    flags = " ".join(tiny_flags(tiny_base, max_steps=500, save_every=1, keep_checkpoints=1))
+    """On a real file system, which something else fills after the first checkpoint, but for two adapters."""
+    (in_folder / "full.py").write_text(f"""
+import os, shutil, sys
+sys.path.insert(0, {str(HERE)!r})
+import train
+save = train.save_checkpoint
+def save_and_fill(*arguments, **flags):
+    save(*arguments, **flags)
+    with open("runs/full", "wb") as file:
+        left = 2 * os.path.getsize("runs/t/adapter/adapter_model.safetensors")
+        file.write(bytes(shutil.disk_usage("runs").free - left))
+if __name__ == "__main__":
+    train.save_checkpoint = save_and_fill
+    train.main()
+""")
+    flags = " ".join(tiny_flags(tiny_base, save_every=1, keep_checkpoints=1))
     newest = "import checkpoint, pathlib; print(checkpoint.newest_good_checkpoint(pathlib.Path('runs/t')))"
     script = f"""
         mkdir runs && mount -t tmpfs -o size=20m tmpfs runs || exit 77
-        {sys.executable} {HERE / "train.py"} {flags} &
-        until test -s runs/t/metrics.jsonl; do sleep 0.1; done
-        cat /dev/zero > runs/full
-        wait $!; echo "status $?"
+        {sys.executable} full.py {flags}; echo "status $?"
         ls -A runs/t/checkpoints
         {sys.executable} -c "{newest}"
     """
@@ -216,11 +227,14 @@ def test_a_disk_that_fills_up_stops_the_run_with_a_sentence_and_a_good_checkpoin
     )  # fmt: skip
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip("no file system can be mounted here")
-    assert "status 1" in done.stdout, done.stderr[-2000:]
-    assert re.search(r"error: runs/t/\S+ cannot be written \(.*No space left on device", done.stderr)
-    assert re.search(r"It needs about \S+ MB\. 0 MB are free\.", done.stderr)
-    *_, files, newest = done.stdout.splitlines()
-    assert newest == f"runs/t/checkpoints/{files}"  # alone: nothing half-written beside it
+    status, *files, newest = done.stdout.splitlines()[-3:]
+    assert status == "status 1", done.stderr[-2000:]
+    assert re.search(
+        r"error: runs/t/checkpoints/step-000002 cannot be written \(.*No space left on device", done.stderr
+    )
+    assert re.search(r"It needs about \S+ MB\. 0\.\d+ MB are free\.", done.stderr)
+    assert files == ["step-000001"]  # alone: nothing half-written beside it
+    assert newest == "runs/t/checkpoints/step-000001"
 
 
 def test_a_gate_that_closes_stops_the_run_in_that_step(in_folder, tiny_base, monkeypatch, capfd):
