@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_TOKENS = {"cpu": 32, "cuda": 256}
-"""Rows whose logits exist at one time: 32 and 254 MB in float32 for 248,320 words. On a CPU larger buffers are
-taken from the system afresh each time, which costs more than the arithmetic; a GPU needs rows to be busy."""
+CHUNK_LOGITS = {"cpu": 8_000_000, "cuda": 64_000_000}
+"""Logits that exist at one time; 32 and 257 tokens of 248,320 words. On a CPU buffers of more than 32 MB are taken
+from the system afresh each time, which costs more than the arithmetic; a GPU needs rows to be busy."""
 
 
 class _FrozenHeadLogprobs(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
 
 def head_logprobs(
     hidden: Tensor,
-    head: torch.nn.Module,
+    head: Any,
     targets: Tensor,
     *,
     temperature: float = 1.0,
@@ -87,11 +87,11 @@ def head_logprobs(
         targets: the words [N] that follow the hidden states.
         temperature: the logits are divided by it, as the sampler does.
         softcap: logits are bent to softcap x tanh(logits / softcap) first, as some models do.
-        chunk_tokens: rows whose logits exist at one time; by default CHUNK_TOKENS of the device.
+        chunk_tokens: rows whose logits exist at one time; by default as many as CHUNK_LOGITS allows.
 
     The entropies carry no gradient.
     """
-    chunk_tokens = chunk_tokens or CHUNK_TOKENS[hidden.device.type]
+    chunk_tokens = chunk_tokens or max(1, CHUNK_LOGITS[hidden.device.type] // head.out_features)
     frozen = type(head) is torch.nn.Linear and not any(p.requires_grad for p in head.parameters())
     if frozen:
         return _FrozenHeadLogprobs.apply(  # pyright: ignore[reportReturnType]

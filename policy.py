@@ -238,6 +238,8 @@ class Policy:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoConfig, AutoModelForCausalLM, logging
 
+        from lora import LoraLinear
+
         self.config = config
         self.temperature = temperature
         self._ranks = ranks or Ranks()
@@ -257,10 +259,10 @@ class Policy:
         if config.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         targets = sorted({name.rpartition(".")[2] for name in adapted_layers(base)})
+        adapter = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
+        adapter._register_custom_module({torch.nn.Linear: LoraLinear})
         torch.manual_seed(seed)
-        self.model: Any = get_peft_model(
-            base, LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
-        )
+        self.model: Any = get_peft_model(base, adapter)
         # PEFT keeps a set, whose order on disk would differ from process to process.
         self.model.peft_config["default"].target_modules = targets
         self.model.train()
@@ -357,13 +359,12 @@ class Policy:
         batches = [even_micro_batches(part, max_tokens=tokens, num_ranks=num_ranks) for part in parts]
         mine = [deal(part, num_ranks)[self._ranks.rank] for part in batches]
         old: list[list[Tensor | None]] = [[None] * len(part) for part in mine]
-        if config.mini_batches > 1 or config.old_logprobs == "policy":
+        if any(batches) and config.mini_batches > 1:  # logprobs and gaps of all before the first step
             with torch.no_grad():
                 old = [[self.token_logprobs(batch)[0] for batch in part] for part in mine]
-            if any(batches) and config.mini_batches > 1:  # the gaps of all are known before the first step
-                pairs = [pair for part in zip(mine, old, strict=True) for pair in zip(*part, strict=True)]
-                gaps = self._ranks.gather([_token_gaps(batch, logprobs) for batch, logprobs in pairs])
-                before_step(torch.cat([gap for share in gaps for gap in share]))
+            pairs = [pair for part in zip(mine, old, strict=True) for pair in zip(*part, strict=True)]
+            gaps = self._ranks.gather([_token_gaps(batch, logprobs) for batch, logprobs in pairs])
+            before_step(torch.cat([gap for share in gaps for gap in share]))
         if any(batches):
             self._previous = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         results = []

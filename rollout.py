@@ -259,7 +259,7 @@ class Sampler:
         except ImportError as error:
             raise ValueError(f"vLLM cannot be imported ({error}); run `make gpu` or `make cpu` first") from error
         if not on_gpu:
-            one_adapter = "cpu_lora.OneAdapterPunica"
+            one_adapter = "vllm_cpu_lora.OneAdapterPunica"
             type(current_platform).get_punica_wrapper = classmethod(lambda cls: one_adapter)  # pyright: ignore[reportAttributeAccessIssue]
 
         self._llm: LLM | None = LLM(

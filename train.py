@@ -566,7 +566,7 @@ def _record(config: TrainConfig, fingerprint: str, *, num_problems: int, num_lef
         },
         "versions": {"python": platform.python_version()} | {p: installed[p] for p in packages if p in installed},
         "sampling_logprobs": "vLLM, bfloat16, of the distribution sampled from (processed_logprobs)",
-        "policy_logprobs": "PyTorch and PEFT, bfloat16 base, float32 adapter, at the same temperature",
+        "policy_logprobs": "PyTorch and PEFT, bfloat16 products, float32 adapter, at the same temperature",
         "old_policy": f"the ratio's denominator: {config.loss.old_logprobs}",
         "objective": asdict(config.loss.objective),
         "averaging": "over completion tokens, the end token included; degenerate groups count in every denominator",
