@@ -220,6 +220,20 @@ class UpdateResult:
     """Of the positions that went through the model."""
 
 
+def _no_check(token_gaps: Tensor) -> None:
+    """Let a step be taken."""
+
+
+@dataclass(slots=True)
+class _MiniBatch:
+    """What one optimizer step learns from."""
+
+    groups: Sequence[Group]
+    batches: Sequence[Batch]  # of their sequences, over all ranks
+    mine: Sequence[Batch]  # this rank's of the batches
+    start_logprobs: Sequence[Tensor | None]  # of each of mine before the first step; None where this is the first
+
+
 class Policy:
     """A frozen base model with a LoRA adapter, and the Adam optimizer that moves the adapter."""
 
@@ -335,7 +349,7 @@ class Policy:
         config: LossConfig,
         *,
         max_tokens: int,
-        before_step: Callable[[Tensor], None] = lambda token_gaps: None,
+        before_step: Callable[[Tensor], None] = _no_check,
     ) -> list[UpdateResult]:
         """Take one optimizer step on each mini-batch of whole groups that has something to teach.
 
@@ -354,50 +368,40 @@ class Policy:
         import torch
 
         self.micro_batch_tokens = min(self._ranks.gather(self.micro_batch_tokens))  # one may have run out of memory
-        parts = [groups[start :: config.mini_batches] for start in range(config.mini_batches)]
-        tokens, num_ranks = self.micro_batch_tokens, self._ranks.world_size
-        batches = [even_micro_batches(part, max_tokens=tokens, num_ranks=num_ranks) for part in parts]
-        mine = [deal(part, num_ranks)[self._ranks.rank] for part in batches]
-        old: list[list[Tensor | None]] = [[None] * len(part) for part in mine]
-        if any(batches) and config.mini_batches > 1:  # logprobs and gaps of all before the first step
-            with torch.no_grad():
-                old = [[self.token_logprobs(batch)[0] for batch in part] for part in mine]
-            pairs = [pair for part in zip(mine, old, strict=True) for pair in zip(*part, strict=True)]
-            gaps = self._ranks.gather([_token_gaps(batch, logprobs) for batch, logprobs in pairs])
-            before_step(torch.cat([gap for share in gaps for gap in share]))
-        if any(batches):
-            self._previous = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        results = []
-        for part, in_part, in_mine, before in zip(parts, batches, mine, old, strict=True):
-            if in_part:
-                results.append(self._step(part, in_part, in_mine, before, config, max_tokens, before_step))
+        parts = [self._mini_batch(groups[start :: config.mini_batches]) for start in range(config.mini_batches)]
+        parts = [part for part in parts if part.batches]
+        if not parts:
+            return []
+        if config.mini_batches > 1:  # logprobs and gaps of all before the first step
+            gaps = []
+            for part in parts:
+                with torch.no_grad():
+                    logprobs = [self.token_logprobs(batch)[0] for batch in part.mine]
+                gaps += [
+                    (now.cpu() - batch.sampling_logprobs)[batch.completion_mask]
+                    for now, batch in zip(logprobs, part.mine, strict=True)
+                ]
+                part.start_logprobs = logprobs
+            before_step(torch.cat([gap for share in self._ranks.gather(gaps) for gap in share]))
+            before_step = _no_check
+        self._previous = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        results = [self._step(part, config, max_tokens, before_step) for part in parts]
         self._random_states = _random_states(self.device)
         return results
 
-    def _step(
-        self,
-        groups: Sequence[Group],
-        batches: Sequence[Batch],
-        mine: Sequence[Batch],
-        before: Sequence[Tensor | None],
-        config: LossConfig,
-        max_tokens: int,
-        before_step: Callable[[Tensor], None],
-    ) -> UpdateResult:
-        """Take one optimizer step.
+    def _mini_batch(self, groups: Sequence[Group]) -> _MiniBatch:
+        num_ranks = self._ranks.world_size
+        batches = even_micro_batches(groups, max_tokens=self.micro_batch_tokens, num_ranks=num_ranks)
+        mine = deal(batches, num_ranks)[self._ranks.rank]
+        return _MiniBatch(groups, batches, mine, [None] * len(mine))
 
-        Args:
-            groups: of this step.
-            batches: all of their sequences.
-            mine: this rank's of the batches.
-            before: the logprobs of each of mine before the first step, None where this is the first.
-            config: see `update`.
-            max_tokens: see `update`.
-            before_step: see `update`.
-        """
+    def _step(
+        self, part: _MiniBatch, config: LossConfig, max_tokens: int, before_step: Callable[[Tensor], None]
+    ) -> UpdateResult:
         import torch
 
-        sums, seen = self._gradient_in_memory(mine, before, config, step_totals(groups, max_tokens=max_tokens))
+        totals = step_totals(part.groups, max_tokens=max_tokens)
+        sums, seen = self._gradient_in_memory(part.mine, part.start_logprobs, config, totals)
         self._ranks.add_up(sums)
         for parameter, gradient in zip(self.parameters.values(), sums, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
@@ -408,11 +412,10 @@ class Policy:
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             self.optimizer.zero_grad()
             raise FloatingPointError(f"the loss is {loss} and the gradient's norm {grad_norm}")
-        if config.mini_batches == 1:
-            before_step(facts["token_gaps"])
+        before_step(facts["token_gaps"])
         self.optimizer.step()
-        num_real = sum(len(sequence.token_ids) for sequence in _sequences(groups))
-        padding_fraction = 1 - num_real / sum(batch.input_ids.numel() for batch in batches)
+        num_real = sum(len(sequence.token_ids) for sequence in _sequences(part.groups))
+        padding_fraction = 1 - num_real / sum(batch.input_ids.numel() for batch in part.batches)
         return UpdateResult(loss=loss, grad_norm=grad_norm, padding_fraction=padding_fraction, **facts)
 
     def rehearse(self, groups: Sequence[Group], config: LossConfig, *, max_tokens: int) -> None:
@@ -593,11 +596,6 @@ def _random_states(device: torch.device) -> dict[str, Tensor]:
 
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
-
-
-def _token_gaps(batch: Batch, logprobs: Tensor | None) -> Tensor:
-    assert logprobs is not None
-    return (logprobs.cpu() - batch.sampling_logprobs)[batch.completion_mask]
 
 
 def _halved(batches: Sequence[Batch], before: Sequence[Tensor | None]) -> tuple[list[Batch], list[Tensor | None]]:
