@@ -21,12 +21,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import tyro
 
-from checkpoint import base_fingerprint, load_state, sha256
+from checkpoint import DiskError, base_fingerprint, load_state, sha256, writing
 from data import Problem, read_problems, write_whole
 from ranks import RankError, Ranks
 from results import (
@@ -40,6 +41,7 @@ from results import (
 )
 from reward import Grader
 from rollout import (
+    AdapterError,
     Sampler,
     SamplerConfig,
     SamplingConfig,
@@ -303,7 +305,9 @@ def carry_out(
     for target, evaluation in zip(plan.targets, evaluations, strict=True):
         summary = json.dumps(asdict(summarise(evaluation)))
         summary = json.loads(summary, parse_constant=lambda nan: None)  # JSON has no NaN; null is undefined
-        write_whole(target.output.with_suffix(".summary.json"), json.dumps(summary, indent=2) + "\n")
+        path = target.output.with_suffix(".summary.json")
+        with writing(path):
+            write_whole(path, json.dumps(summary, indent=2) + "\n")
     return evaluations
 
 
@@ -406,12 +410,16 @@ def _sample_block(
         yield ProblemResult(id=problem.id, reference=problem.answer, generations=generations)
 
 
+class BusyError(RuntimeError):
+    """Another evaluation writes the same file."""
+
+
 class _Outputs:
     """The evaluations' files, open for more lines and for nobody else, and the progress bar; on rank 0."""
 
     def __init__(self, plan: Plan) -> None:
         self._targets, self._num_problems = plan.targets, len(plan.problems) * len(plan.targets)
-        self._files: dict[int, BinaryIO] = {}
+        self._files: dict[int, FileIO] = {}
         self._done: dict[int, set[str]] = {}
         self._num_tokens, self._started = 0, time.perf_counter()
 
@@ -434,21 +442,22 @@ class _Outputs:
         self._stack.close()
 
     def open(self, targets: Sequence[int]) -> None:
-        """Begin or continue files, cutting off a half-written last line; ValueError if another process has one."""
+        """Begin or continue files, cutting off a half-written last line; BusyError if another process has one."""
         for index in targets:
             if index in self._files:
                 continue
             target = self._targets[index]
             self._progress.set_description(f"eval {target.header.name}")
-            target.output.parent.mkdir(parents=True, exist_ok=True)
-            if not target.output.exists():
-                write_whole(target.output, json.dumps(asdict(target.header)) + "\n")
-            file = self._stack.enter_context(target.output.open("r+b"))
+            with writing(target.output):
+                target.output.parent.mkdir(parents=True, exist_ok=True)
+                if not target.output.exists():
+                    write_whole(target.output, json.dumps(asdict(target.header)) + "\n")
+                file = self._stack.enter_context(target.output.open("r+b", buffering=0))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 busy = f"{target.output} is being written by another evaluation; wait for it to end"
-                raise ValueError(busy) from error
+                raise BusyError(busy) from error
             file.truncate(file.read().rfind(b"\n") + 1)
             file.seek(0, os.SEEK_END)
             self._files[index], self._done[index] = file, _done(target)
@@ -458,10 +467,11 @@ class _Outputs:
         for result in results:
             if result.id in self._done[index]:
                 continue
-            file = self._files[index]
-            file.write(json.dumps(asdict(result)).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+            file, line = self._files[index], memoryview(json.dumps(asdict(result)).encode() + b"\n")
+            with writing(self._targets[index].output):
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file)
             self._done[index].add(result.id)
             self._num_tokens += sum(generation.completion_tokens for generation in result.generations)
             rate = self._num_tokens / (time.perf_counter() - self._started)
@@ -482,6 +492,9 @@ def _refuse_other_settings(path: Path, there: EvalHeader, here: EvalHeader) -> N
             )
 
 
+HOW_TO_GO_ON = "the same command goes on with the problems that are left"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse flags, check, evaluate, print the table; exit status 2 and one sentence on bad input."""
     config = tyro.cli(EvalConfig, args=argv, description=__doc__)
@@ -499,19 +512,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 ranks.log_to(plan.targets[0].output.parent / f"rank-{ranks.rank}")
                 evaluations = carry_out(plan, grader, ranks=ranks)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on with the problems that are left", file=sys.stderr)
+        print(f"\ninterrupted\n{HOW_TO_GO_ON}", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         if isinstance(error, RankError):
             if begun:  # before that, whoever ended has said why
                 print(f"\nerror: {error}", file=sys.stderr)
             ranks.give_way()
-        elif begun or not isinstance(error, ValueError | OSError):
+        elif isinstance(error, (DiskError, AdapterError, BusyError) if begun else (ValueError, OSError)):
+            ranks.report(f"error: {error}")
+            print(f"\nerror: {error}\n{HOW_TO_GO_ON}" if begun else f"error: {error}", file=sys.stderr)
+        else:
             ranks.report(traceback.format_exc())
             raise
-        else:
-            ranks.report(f"error: {error}")
-            print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if begun else 2)
     if not ranks.is_main:
         return

@@ -233,6 +233,10 @@ class SamplerConfig:
     """Let `sleep` hand the GPU's memory over between rollouts; ignored on a CPU."""
 
 
+class AdapterError(RuntimeError):
+    """The sampler does not hold the adapter that it was given."""
+
+
 class Sampler:
     """A vLLM engine that lives in this process for a whole run, with at most one adapter.
 
@@ -367,7 +371,7 @@ class Sampler:
             version: names the adapter in the engine, so that no version is mistaken for another.
 
         Raises:
-            RuntimeError: the engine matched fewer modules than the folder holds, or holds other weights.
+            AdapterError: the engine matched fewer modules than the folder holds, or holds other weights.
         """
         from safetensors import safe_open
         from vllm.lora.request import LoRARequest
@@ -381,12 +385,12 @@ class Sampler:
         sent, expected = len(names), _scaling(Path(path, "adapter_config.json")) * sizes
         ((matched, found),) = self.engine.collective_rpc(_what_the_engine_holds, args=(request.lora_int_id,))
         if matched != sent:
-            raise RuntimeError(
+            raise AdapterError(
                 f"the sampler matched {matched} of the {sent} modules of adapter {path}; the others would be "
                 "sampled from the base model. The module names do not fit the sampler's architecture."
             )
         if abs(found - expected) > 1e-6 * expected:
-            raise RuntimeError(
+            raise AdapterError(
                 f"the sampler holds another adapter than {path}: the sizes of B sum to {found:.9g} there and to "
                 f"{expected:.9g} in the file"
             )

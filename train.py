@@ -50,6 +50,7 @@ from policy import CPU_MICRO_BATCH_TOKENS, Policy, PolicyConfig
 from ranks import RankError, Ranks
 from reward import Grader
 from rollout import (
+    AdapterError,
     Sampler,
     SamplerConfig,
     SamplingConfig,
@@ -646,7 +647,12 @@ def main() -> None:
         sys.exit(128 + (interrupts.received or signal.SIGINT))
     except Exception as error:
         words = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
-        expected = (DiskError, CheckError, FloatingPointError) if begun else (OSError, ValueError, CheckError)
+        expected = (
+            AdapterError,
+            CheckError,
+            DiskError,
+            *((FloatingPointError,) if begun else (OSError, ValueError)),
+        )
         if isinstance(error, RankError):
             if begun:  # before that, whoever ended has said why
                 say(words)

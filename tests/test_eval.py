@@ -7,8 +7,10 @@ low-order bits do; the slow ones use the engine.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ import pytest
 import eval as evaluation
 from checkpoint import TrainState, write_state
 from data import Problem, write_problems
-from eval import EvalConfig, carry_out, evaluate, main, prepare
+from eval import BusyError, EvalConfig, carry_out, evaluate, main, prepare
 from results import read_evaluation, summarise
 from reward import Grader
 from rollout import Completion, Sampler, SamplingConfig, sampling_seed
@@ -315,12 +317,62 @@ def test_a_file_is_written_by_one_evaluation_at_a_time(workplace: Path, grader: 
 
     class Intruder(StandIn):
         def stream(self, prompts: Any, config: Any, seeds: Any) -> Iterator[tuple[int, list[Completion]]]:
-            with pytest.raises(ValueError, match="being written by another evaluation"):
+            with pytest.raises(BusyError, match="being written by another evaluation"):
                 carry_out(plan, grader, as_sampler(StandIn()))
             return super().stream(prompts, config, seeds)
 
     (result,) = carry_out(plan, grader, as_sampler(Intruder()))
     assert result.complete
+
+
+def what_ended_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What `main` says on stderr of a fault that comes when the engine runs; it must exit with status 1."""
+    monkeypatch.setattr(evaluation, "Sampler", lambda config: nullcontext(StandIn()))
+    with pytest.raises(SystemExit) as exit_info:
+        main((*FLAGS, "--val-n", "4", "--max-num-seqs", "14", *flags))
+    assert exit_info.value.code == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_file_that_another_evaluation_writes_is_named(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    evaluate(settings(limit=7), sampler=as_sampler(StandIn()))
+    half = Path("out.jsonl").read_bytes().splitlines(keepends=True)[:3]
+    Path("out.jsonl").write_bytes(b"".join(half))
+    with Path("out.jsonl").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        said = what_ended_it(monkeypatch, capsys)
+    assert "error: out.jsonl is being written by another evaluation; wait for it to end" in said
+    assert Path("out.jsonl").read_bytes() == b"".join(half)
+
+
+def test_a_place_where_nothing_can_be_written_is_named(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    said = what_ended_it(monkeypatch, capsys, "--output", "sums.jsonl/out.jsonl")
+    assert "error: sums.jsonl/out.jsonl cannot be written" in said
+
+
+def test_a_full_disk_is_named_and_loses_no_problem(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The disk is a limit on the size of a file, which falls in the middle of a line."""
+    evaluate(settings(), sampler=as_sampler(StandIn()))
+    whole = Path("out.jsonl").read_bytes()
+    Path("out.jsonl").unlink()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, unlimited[1]))
+    try:
+        said = what_ended_it(monkeypatch, capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "error: out.jsonl cannot be written" in said
+    assert Path("out.jsonl").read_bytes() == whole[: len(whole) // 2]
+    evaluate(settings(), sampler=as_sampler(StandIn()))
+    assert Path("out.jsonl").read_bytes() == whole
 
 
 def test_a_foreign_file_is_never_written_over(workplace: Path, capsys):
