@@ -77,21 +77,20 @@ def head_logprobs(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability [N] of each target and the entropy [N] at its position, both in nats.
 
     Args:
         hidden: final hidden states [N, H]; the log-probabilities carry a gradient back to them.
-        head: hidden states to logits [N, V]; where its parameters are trainable, they receive their gradient too.
+        head: hidden states to logits [N, V], with V as its `out_features`; where its parameters are trainable, they
+            receive their gradient too.
         targets: the words [N] that follow the hidden states.
         temperature: the logits are divided by it, as the sampler does.
         softcap: logits are bent to softcap x tanh(logits / softcap) first, as some models do.
-        chunk_tokens: rows whose logits exist at one time; by default as many as CHUNK_LOGITS allows.
 
     The entropies carry no gradient.
     """
-    chunk_tokens = chunk_tokens or max(1, CHUNK_LOGITS[hidden.device.type] // head.out_features)
+    chunk_tokens = max(1, CHUNK_LOGITS[hidden.device.type] // head.out_features)
     frozen = type(head) is torch.nn.Linear and not any(p.requires_grad for p in head.parameters())
     if frozen:
         return _FrozenHeadLogprobs.apply(  # pyright: ignore[reportReturnType]
@@ -106,7 +105,7 @@ def head_logprobs(
 
 
 def _chunk_logprobs(
-    hidden: Tensor, head: torch.nn.Module, targets: Tensor, temperature: float, softcap: float | None
+    hidden: Tensor, head: Any, targets: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     logits = head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

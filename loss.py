@@ -79,7 +79,7 @@ class LossConfig:
     average: Average | None = None
     divide_by_std: bool | None = None
     old_logprobs: Literal["sampler", "policy"] = "sampler"
-    """The ratio's denominator: as sampled, or recomputed by the trainer before its first step on the batch."""
+    """The ratio's denominator: as sampled, or the trainer's own before its first step on the batch."""
     mini_batches: int = 1
     """Optimizer steps a rollout batch, each on whole groups (the GSPO paper: 4)."""
     mismatch_weight: Literal["none", "token", "sequence"] = "none"

@@ -81,14 +81,14 @@ def model_needs(config: PolicyConfig) -> Needs:
 
 
 def _layer_activations(layer: nn.Module, rank: int) -> float:
-    """Return bytes a token of one layer in full, all bfloat16.
+    """Return bytes a token of one layer in full: linear layers' and LoRA's inputs and outputs in bfloat16.
 
-    Linear layers' and LoRA's inputs and outputs, what is made of these, and as much again for gradients.
+    Twice, for what norms and activations make of these, in part in float32; and as much again for gradients.
     """
     import torch
 
     linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
-    values = sum(2 * (m.in_features + rank + 2 * m.out_features) for m in linears)
+    values = sum(2 * 2 * (m.in_features + rank + m.out_features) for m in linears)
     states = sum(m.num_v_heads * m.head_k_dim * m.head_v_dim * 4 for m in delta_layers(layer))  # float32
     return 2 * (values + states / 64)  # a state a chunk of 64 tokens
 

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,10 +83,13 @@ class Batch:
     completion_mask: Tensor  # [B, L-1] bool: the token that this column predicts is the completion's
     sampling_logprobs: Tensor  # [B, L-1] nats, 0 outside the completion
     advantages: Tensor  # [B]
+    start_logprobs: Tensor | None = None
+    """[B, L-1] nats, of the policy before it took any step on these rollouts; None where it has taken none."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with `change` applied to each of its tensors: a device, or a choice of rows."""
-        return Batch(**{field.name: change(getattr(self, field.name)) for field in fields(self)})
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,14 +227,13 @@ def _no_check(token_gaps: Tensor) -> None:
     """Let a step be taken."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _MiniBatch:
     """What one optimizer step learns from."""
 
     groups: Sequence[Group]
     batches: Sequence[Batch]  # of their sequences, over all ranks
     mine: Sequence[Batch]  # this rank's of the batches
-    start_logprobs: Sequence[Tensor | None]  # of each of mine before the first step; None where this is the first
 
 
 class Policy:
@@ -370,30 +372,27 @@ class Policy:
         self.micro_batch_tokens = min(self._ranks.gather(self.micro_batch_tokens))  # one may have run out of memory
         parts = [self._mini_batch(groups[start :: config.mini_batches]) for start in range(config.mini_batches)]
         parts = [part for part in parts if part.batches]
-        if not parts:
-            return []
-        if config.mini_batches > 1:  # logprobs and gaps of all before the first step
-            gaps = []
-            for part in parts:
-                with torch.no_grad():
-                    logprobs = [self.token_logprobs(batch)[0] for batch in part.mine]
-                gaps += [
-                    (now.cpu() - batch.sampling_logprobs)[batch.completion_mask]
-                    for now, batch in zip(logprobs, part.mine, strict=True)
-                ]
-                part.start_logprobs = logprobs
+        if len(parts) > 1:  # logprobs and gaps of all before the first step
+            parts = [replace(part, mine=[self._begun(batch) for batch in part.mine]) for part in parts]
+            gaps = [_token_gaps(batch) for part in parts for batch in part.mine]
             before_step(torch.cat([gap for share in self._ranks.gather(gaps) for gap in share]))
-            before_step = _no_check
-        self._previous = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        results = [self._step(part, config, max_tokens, before_step) for part in parts]
+        if parts:
+            self._previous = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        check = before_step if len(parts) == 1 else _no_check
+        results = [self._step(part, config, max_tokens, check) for part in parts]
         self._random_states = _random_states(self.device)
         return results
 
     def _mini_batch(self, groups: Sequence[Group]) -> _MiniBatch:
         num_ranks = self._ranks.world_size
         batches = even_micro_batches(groups, max_tokens=self.micro_batch_tokens, num_ranks=num_ranks)
-        mine = deal(batches, num_ranks)[self._ranks.rank]
-        return _MiniBatch(groups, batches, mine, [None] * len(mine))
+        return _MiniBatch(groups=groups, batches=batches, mine=deal(batches, num_ranks)[self._ranks.rank])
+
+    def _begun(self, batch: Batch) -> Batch:
+        import torch
+
+        with torch.no_grad():
+            return replace(batch, start_logprobs=self.token_logprobs(batch)[0].cpu())
 
     def _step(
         self, part: _MiniBatch, config: LossConfig, max_tokens: int, before_step: Callable[[Tensor], None]
@@ -401,7 +400,7 @@ class Policy:
         import torch
 
         totals = step_totals(part.groups, max_tokens=max_tokens)
-        sums, seen = self._gradient_in_memory(part.mine, part.start_logprobs, config, totals)
+        sums, seen = self._gradient_in_memory(part.mine, config, totals)
         self._ranks.add_up(sums)
         for parameter, gradient in zip(self.parameters.values(), sums, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
@@ -429,13 +428,12 @@ class Policy:
         later = torch.empty(3 * numbers, device=self.device)
         totals = StepTotals(num_sequences=1, num_tokens=1, max_tokens=max_tokens)
         batch = next(micro_batches(groups, max_tokens=self.micro_batch_tokens))
-        self._gradient_in_memory([batch], [None], config, totals)
+        self._gradient_in_memory([batch], config, totals)
         del later
 
     def _gradient_in_memory(
         self,
         batches: Sequence[Batch],
-        before: Sequence[Tensor | None],
         config: LossConfig,
         totals: StepTotals,
     ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -444,7 +442,7 @@ class Policy:
 
         divisible = [batch.input_ids.numel() for batch in batches if len(batch.advantages) > 1]
         try:
-            return self._gradient(batches, before, config, totals)
+            return self._gradient(batches, config, totals)
         except torch.OutOfMemoryError:
             if not divisible:
                 raise
@@ -452,12 +450,11 @@ class Policy:
         self.micro_batch_tokens = max(divisible) // 2
         tqdm.write(f"warning: out of GPU memory; micro_batch_tokens is {self.micro_batch_tokens} from now on")
         torch.cuda.empty_cache()
-        return self._gradient(*_halved(batches, before), config, totals)
+        return self._gradient(_halved(batches), config, totals)
 
     def _gradient(
         self,
         batches: Sequence[Batch],
-        before: Sequence[Tensor | None],
         config: LossConfig,
         totals: StepTotals,
     ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -472,11 +469,10 @@ class Policy:
         self.optimizer.zero_grad()
         sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in self.parameters.values()]
         seen: list[dict[str, Tensor]] = []
-        for batch, start_logprobs in zip(batches, before, strict=True):
-            mask, advantages = batch.completion_mask.to(self.device), batch.advantages.to(self.device)
-            sampling_logprobs = batch.sampling_logprobs.to(self.device)
+        for batch in (batch.each(lambda tensor: tensor.to(self.device)) for batch in batches):
+            mask, advantages, sampling_logprobs = batch.completion_mask, batch.advantages, batch.sampling_logprobs
             policy_logprobs, entropies = self.token_logprobs(batch)
-            start_logprobs = policy_logprobs.detach() if start_logprobs is None else start_logprobs
+            start_logprobs = policy_logprobs.detach() if batch.start_logprobs is None else batch.start_logprobs
             old_logprobs = start_logprobs if config.old_logprobs == "policy" else sampling_logprobs
             output = policy_loss(
                 policy_logprobs,
@@ -508,12 +504,12 @@ class Policy:
 
     @property
     def adapter_bytes(self) -> int:
-        """What `save_adapter` writes."""
+        """Bytes that `save_adapter` writes."""
         return sum(parameter.nbytes for parameter in self.parameters.values())
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What `save` writes."""
+        """Bytes that `save` writes."""
         return CHECKPOINT_BYTES * sum(parameter.numel() for parameter in self.parameters.values())
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -598,14 +594,17 @@ def _random_states(device: torch.device) -> dict[str, Tensor]:
     return states | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
 
 
-def _halved(batches: Sequence[Batch], before: Sequence[Tensor | None]) -> tuple[list[Batch], list[Tensor | None]]:
-    """Return every batch, and what belongs to its rows, cut in two; one of a single sequence stays whole."""
-    halves, halves_before = [], []
-    for batch, old in zip(batches, before, strict=True):
+def _token_gaps(batch: Batch) -> Tensor:
+    assert batch.start_logprobs is not None
+    return (batch.start_logprobs - batch.sampling_logprobs)[batch.completion_mask]
+
+
+def _halved(batches: Sequence[Batch]) -> list[Batch]:
+    """Return every batch cut in two; one of a single sequence stays whole."""
+    halves = []
+    for batch in batches:
         middle = (len(batch.advantages) + 1) // 2
-        for rows in (slice(0, middle), slice(middle, None)):
-            part = batch.each(lambda tensor, rows=rows: tensor[rows])
-            if len(part.advantages):
-                halves.append(part)
-                halves_before.append(None if old is None else old[rows])
-    return halves, halves_before
+        halves += [
+            batch.each(lambda tensor, rows=rows: tensor[rows]) for rows in (slice(middle), slice(middle, None))
+        ]
+    return [half for half in halves if len(half.advantages)]

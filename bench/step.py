@@ -3,7 +3,7 @@
 Both train LoRA of the same rank on the same modules with GSPO's objective and clip range. Both grade with the same
 grader, and are then paid 1 and 0 in turn, so that no group is degenerate and both train every sequence. TRL's
 GRPOTrainer generates with transformers, which is what works on a CPU, and trains in the micro-batches that were its
-fastest of 8, 16, 32 and 64 sequences. Two sizes, since an engine's overhead a step hides everything on a toy: the
+fastest of 16, 32 and 64 sequences. Two sizes, since an engine's overhead a step hides everything on a toy: the
 miniature, and a randomly initialised Qwen3.5 of 100 M parameters.
 """
 
@@ -163,7 +163,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--ours"]:
         run_ours()
     elif sys.argv[1:2] == ["--trl"]:
-        base, data, *numbers, output = sys.argv[2:]
-        run_trl(Path(base), Path(data), *map(int, numbers), output=Path(output))
+        base, data, max_tokens, steps, micro_batch, output = sys.argv[2:]
+        run_trl(Path(base), Path(data), int(max_tokens), int(steps), int(micro_batch), Path(output))
     else:
         tyro.cli(main)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from logprobs import head_logprobs
+from logprobs import CHUNK_LOGITS, head_logprobs
 
 
 def full_logits(hidden, head, targets, temperature, softcap):
@@ -38,10 +38,13 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 11, 64])
+@pytest.mark.parametrize("chunk_logits", [7, 29, 99, 11 * 29, 2000])
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.0, 0.8), (0.7, 30.0)])
 @pytest.mark.parametrize("kind", HEADS)
-def test_values_entropies_and_gradients_equal_those_of_full_logits(kind, temperature, softcap, chunk_tokens):
+def test_values_entropies_and_gradients_equal_those_of_full_logits(
+    kind, temperature, softcap, chunk_logits, monkeypatch
+):
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
     generator = torch.Generator().manual_seed(1)
     below = torch.randn(6, 6, generator=generator, dtype=torch.float64)
     inputs = torch.randn(11, 6, generator=generator, dtype=torch.float64)
@@ -52,9 +55,7 @@ def test_values_entropies_and_gradients_equal_those_of_full_logits(kind, tempera
     gradients, values = [], []
     for compute in (
         lambda h: full_logits(h, head, targets, temperature, softcap),
-        lambda h: head_logprobs(
-            h, head, targets, temperature=temperature, softcap=softcap, chunk_tokens=chunk_tokens
-        ),
+        lambda h: head_logprobs(h, head, targets, temperature=temperature, softcap=softcap),
     ):
         parameter = below.clone().requires_grad_()
         logprobs, entropies = compute(inputs @ parameter)

@@ -1,11 +1,15 @@
 """The policy on a CPU: exact in float64, and the same after a round trip through the disk."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
+from peft.tuners.lora import Linear
 from safetensors.torch import load_file
 
+from lora import LoraLinear
 from loss import LossConfig
 from plan import model_needs
 from policy import Policy, PolicyConfig, even_micro_batches, micro_batches
@@ -72,6 +76,12 @@ def test_logprobs_equal_those_of_the_whole_models_logits(policy, make_group):
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-9)
     expected = -(full.exp() * full).sum(-1) * batch.completion_mask
     torch.testing.assert_close(entropies, expected, rtol=0, atol=1e-9)
+
+
+def test_every_adapted_layer_is_one_with_the_samplers_arithmetic(policy):
+    layers = [module for module in policy.model.modules() if isinstance(module, Linear)]
+    assert {type(layer) for layer in layers} == {LoraLinear}
+    assert 2 * len(layers) == len(policy.parameters)
 
 
 def test_padding_does_not_move_logprobs(policy, make_group):
@@ -180,18 +190,45 @@ def test_a_reward_raises_the_probability_of_what_earned_it_over_the_rest(policy,
     assert change[right] > change[~right] + 0.1
 
 
+def test_an_old_policy_that_is_the_policy_itself_is_not_computed_twice(policy, make_group, monkeypatch):
+    scored, batches = policy.token_logprobs, []
+    monkeypatch.setattr(policy, "token_logprobs", lambda batch: (batches.append(batch), scored(batch))[1])
+    (result,) = update(policy, [make_group([1, 0, 0, 1])], old_logprobs="policy")
+    assert sum(len(batch.advantages) for batch in batches) == 4
+    assert result.log_ratios.tolist() == [0, 0, 0, 0]
+    assert result.engine_log_ratios.abs().min() > 0.1  # the sampler's log-probabilities are made up
+
+
+@pytest.mark.parametrize(("algorithm", "mismatch_weight"), [("grpo", "token"), ("gspo", "sequence")])
+def test_a_sampler_that_is_off_by_the_same_everywhere_scales_the_gradient(
+    policy, make_group, algorithm, mismatch_weight
+):
+    """Where the policy's probability of each token is 1.5 times the sampler's, so is the weight."""
+    group = make_group([1, 0, 0, 1])
+    for rollout in group.rollouts:
+        (alone,) = micro_batches([replace(group, rollouts=[rollout])], max_tokens=1000, degenerate_too=True)
+        logprobs = policy.token_logprobs(alone)[0][alone.completion_mask] - math.log(1.5)
+        rollout.completion.logprobs[:] = logprobs.tolist()
+    choices = {"algorithm": algorithm, "old_logprobs": "policy"}
+    plain = gradients(policy, [group], **choices)
+    weighted = gradients(policy, [group], **choices, mismatch_weight=mismatch_weight)
+    for name, gradient in weighted.items():
+        torch.testing.assert_close(gradient, 1.5 * plain[name], rtol=1e-4, atol=1e-6)
+
+
 def test_out_of_memory_in_an_update_halves_the_micro_batches_once_and_changes_nothing_else(
     tiny_base, make_group, monkeypatch, capfd
 ):
     """Only here is the fault imitated: no GPU runs out of memory on a CPU."""
-    groups = [make_group([1, 0, 0, 1], seed=seed) for seed in range(3)]
-    for choices in ({}, {"old_logprobs": "policy"}):
+    in_two = {"old_logprobs": "policy", "mini_batches": 2}
+    for choices, count, fitting in (({}, 3, 2), ({"old_logprobs": "policy"}, 3, 2), (in_two, 4, 1)):
+        groups = [make_group([1, 0, 0, 1], seed=seed) for seed in range(count)]
         policy = make_policy(tiny_base)
         expected = gradients(make_policy(tiny_base), groups, **choices)
         scored = policy.token_logprobs
 
-        def token_logprobs(batch, scored=scored):
-            if len(batch.advantages) > 2 and torch.is_grad_enabled():
+        def token_logprobs(batch, scored=scored, fitting=fitting):
+            if len(batch.advantages) > fitting and torch.is_grad_enabled():
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return scored(batch)
 
@@ -199,8 +236,9 @@ def test_out_of_memory_in_an_update_halves_the_micro_batches_once_and_changes_no
         found = gradients(policy, groups, **choices)
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
-        assert policy.micro_batch_tokens == 21  # three sequences of 14 tokens were the most that went together
-        assert "out of GPU memory; micro_batch_tokens is 21 from now on" in capfd.readouterr().out
+        half = (fitting + 1) * 14 // 2  # one sequence more, of 14 tokens, went together
+        assert policy.micro_batch_tokens == half
+        assert f"out of GPU memory; micro_batch_tokens is {half} from now on" in capfd.readouterr().out
 
 
 def test_one_sequence_that_does_not_fit_into_memory_stops_the_run(policy, make_group, monkeypatch):
