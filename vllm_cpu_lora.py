@@ -1,7 +1,7 @@
 """LoRA in vLLM on a CPU, for one adapter: a matrix product where vLLM gathers a copy of the adapter a token.
 
-What a reader could get wrong: it is the same sum with the same roundings (a float32 product with A, one in the
-model's dtype with B), and GPUs never come here. For 180 completions of the miniature it is five times as fast.
+What a reader could get wrong: it is the same sum, rounded less often, with the trainer's own two products (lora.py);
+and GPUs never come here. For 180 completions of the miniature it is more than five times as fast.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class OneAdapterPunica(PunicaWrapperCPU):
         """
         if self.no_lora:  # none of these requests names the adapter, whose weights may still be there
             return
-        start, exact = 0, x.float()
+        start = 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            shrunk = (exact @ a[0, 0].float().T).mul_(scale)  # [N, rank]
-            y[:, start : start + width] += shrunk.to(y.dtype) @ b[0, 0].to(y.dtype).T
+            shrunk = x @ a[0, 0].T  # [N, rank]
+            y[:, start : start + width].addmm_(shrunk, b[0, 0].T, alpha=scale)
             start += width
 
     def add_lora_logits(
