@@ -1,6 +1,6 @@
 """LoRA in vLLM on a CPU, for one adapter: a matrix product where vLLM gathers a copy of the adapter a token.
 
-What a reader could get wrong: it is the same sum, rounded less often, with the trainer's own two products (lora.py);
+What a reader could get wrong: it is the same sum, rounded less often, by the trainer's own two products (lora.py),
 and GPUs never come here. For 180 completions of the miniature it is more than five times as fast.
 """
 
