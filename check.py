@@ -74,7 +74,8 @@ class Gate:
 
     It scores a few completions as the policy, as the policy before the last update and as the base. Only where
     these look wrong, it scores all of the step's and decides: by a sign test over tokens, since the gap between
-    two engines has tails too heavy for a test on means.
+    two engines has tails too heavy for a test on means. Completions of one prompt begin alike, and late in a run
+    many are the same throughout: a token that follows what another one followed is no evidence of its own.
     """
 
     def __init__(self, policy: Policy, *, floor: float) -> None:
@@ -132,20 +133,23 @@ class Gate:
 
     def _compare(self, batches: Sequence[Batch]) -> tuple[float, dict[str, _Nearer]]:
         """Return the gap to the sampler, and for each other model whether the sampler is nearer to it."""
-        now, sampled = _scores(self._policy, batches), _sampled(batches)
+        now, sampled, first = _scores(self._policy, batches), _sampled(batches), _first_of_their_kind(batches)
         others = {BASE: self._policy.without_adapter}
         if self._policy.has_previous:
             others[PREVIOUS] = self._policy.previous_adapter
         nearer = {}
         for name, being in others.items():
             with being():
-                nearer[name] = _nearer(sampled, _scores(self._policy, batches), now)
+                nearer[name] = _nearer(sampled, _scores(self._policy, batches), now, first)
         return float((now - sampled).abs().mean()), nearer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Nearer:
-    """At how many tokens the sampler is nearer to another model than to the policy; where these agree left out."""
+    """At how many tokens the sampler is nearer to another model than to the policy.
+
+    Those at which these two agree are left out, and so are those that repeat the evidence of others.
+    """
 
     num_tokens: int
     share: float | None
@@ -153,8 +157,8 @@ class _Nearer:
     gap: float  # mean |other - sampler|, nats a token
 
 
-def _nearer(sampled: Tensor, other: Tensor, now: Tensor) -> _Nearer:
-    nearer = ((sampled - other).abs() < (sampled - now).abs())[other != now]
+def _nearer(sampled: Tensor, other: Tensor, now: Tensor, first: Tensor) -> _Nearer:
+    nearer = ((sampled - other).abs() < (sampled - now).abs())[first & (other != now)]
     gap = float((sampled - other).abs().mean())
     if not len(nearer):
         return _Nearer(num_tokens=0, share=None, deviations=0.0, gap=gap)
@@ -169,6 +173,23 @@ def _scores(policy: Policy, batches: Sequence[Batch]) -> Tensor:
 
     with torch.no_grad():
         return torch.cat([policy.token_logprobs(batch)[0].cpu()[batch.completion_mask] for batch in batches])
+
+
+def _first_of_their_kind(batches: Sequence[Batch]) -> Tensor:
+    """Return which completion tokens are the first to follow, as they do, what they follow; [N] bool."""
+    import torch
+
+    seen: set[int] = set()
+    first = []
+    for batch in batches:
+        for token_ids, mask in zip(batch.input_ids.tolist(), batch.completion_mask.tolist(), strict=True):
+            history = hash(token_ids[0])
+            for token_id, in_completion in zip(token_ids[1:], mask, strict=True):
+                history = hash((history, token_id))
+                if in_completion:
+                    first.append(history not in seen)
+                    seen.add(history)
+    return torch.tensor(first)
 
 
 def _sampled(batches: Sequence[Batch]) -> Tensor:

@@ -1,7 +1,9 @@
 """The gate and the self-check against the real engines, with each fault put in on purpose."""
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -121,6 +123,38 @@ def pad_on_the_left(policy, monkeypatch):
         return output
 
     monkeypatch.setattr(decoder, "forward", forward)
+
+
+class Stub:
+    """A policy whose log-probabilities a token id decides; three in five are nearer to -1 as the one before."""
+
+    micro_batch_tokens, has_previous, offset = 1000, True, 0.001
+
+    def token_logprobs(self, batch):
+        before = torch.where(batch.input_ids[:, 1:] % 5 < 3, 0.0005, 0.0015)
+        return -1 + (before if self.offset is None else self.offset) * batch.completion_mask, None
+
+    @contextmanager
+    def previous_adapter(self, offset=None):
+        self.offset = offset
+        yield
+        del self.offset
+
+    def without_adapter(self):
+        return self.previous_adapter(0.01)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_many_copies_of_one_completion_are_not_much_evidence(make_group, copied):
+    """60 % of 1,600 tokens are certainty, but not where there are only 25 different ones."""
+    groups = [make_group([1, 0] * 4, lengths=[25] * 8, seed=0 if copied else seed) for seed in range(8)]
+    for number, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+        rollout.completion.token_ids[:] = range(10, 35) if copied else range(100 * number, 100 * number + 25)
+        rollout.completion.logprobs[:] = [-1.0] * 25
+    with (
+        nullcontext() if copied else pytest.raises(CheckError, match=r"before the last update.*60% of 1600 tokens")
+    ):
+        Gate(cast("Policy", Stub()), floor=0.001).check(groups)
 
 
 def test_a_trainer_that_reads_padding_is_caught(run, monkeypatch):
