@@ -518,10 +518,14 @@ class Policy:
         `adapter_model` has PEFT's module names, `optimizer` Adam's moments and step counts, `random` the states of
         PyTorch's generators after the last update, for base models with dropout.
         """
+        weights = {name: weight.cpu() for name, weight in self._adapter().items()}
+        return {"adapter_model": weights, "optimizer": self._moments(), "random": self._random_states}
+
+    def _adapter(self) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
 
-        weights = {name: weight.cpu() for name, weight in get_peft_model_state_dict(self.model).items()}
-        return {"adapter_model": weights, "optimizer": self._moments(), "random": self._random_states}
+        # By default PEFT reads the base model's config again, from the hub if need be, to look for new embeddings.
+        return get_peft_model_state_dict(self.model, save_embedding_layers=False)
 
     def _moments(self) -> dict[str, Tensor]:
         return {
@@ -534,7 +538,7 @@ class Policy:
         """Write `state` into `folder`, and in `folder`/vllm the adapter with the sampler's module names."""
         from safetensors.torch import save_file
 
-        self.model.save_pretrained(folder)
+        self.model.save_pretrained(folder, save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)
         self.save_adapter(folder / "vllm")
         save_file(self._moments(), folder / "optimizer.safetensors")
@@ -542,11 +546,10 @@ class Policy:
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter in PEFT's format with the sampler's module names."""
-        from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 
         folder.mkdir(exist_ok=True)
-        weights = get_peft_model_state_dict(self.model)
+        weights = self._adapter()
         renamed = {name: name.replace("base_model.model.model.", self._served_prefix, 1) for name in weights}
         save_file({renamed[n]: w.contiguous() for n, w in weights.items()}, folder / "adapter_model.safetensors")
         self.model.peft_config["default"].save_pretrained(folder)

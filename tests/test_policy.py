@@ -349,3 +349,13 @@ def test_nine_tenths_of_a_micro_batch_are_real_on_lengths_like_the_chapters(make
             batches = even_micro_batches(groups, max_tokens=budget)
             real = sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
             assert real / sum(batch.input_ids.numel() for batch in batches) >= 0.9
+
+
+def test_saving_asks_the_hub_for_nothing(policy, tmp_path, monkeypatch):
+    """PEFT would look up the base model there, at every step."""
+    asked = []
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *names: asked.append(names))
+    policy.model.peft_config["default"].base_model_name_or_path = "somebody/something"
+    policy.save(tmp_path)
+    policy.state()
+    assert not asked
