@@ -176,7 +176,7 @@ def _scores(policy: Policy, batches: Sequence[Batch]) -> Tensor:
 
 
 def _first_of_their_kind(batches: Sequence[Batch]) -> Tensor:
-    """Return which completion tokens are the first to follow, as they do, what they follow; [N] bool."""
+    """Return, [N] bool, which completion tokens count: the same token after the same tokens does so once."""
     import torch
 
     seen: set[int] = set()

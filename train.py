@@ -647,17 +647,12 @@ def main() -> None:
         sys.exit(128 + (interrupts.received or signal.SIGINT))
     except Exception as error:
         words = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
-        expected = (
-            AdapterError,
-            CheckError,
-            DiskError,
-            *((FloatingPointError,) if begun else (OSError, ValueError)),
-        )
+        of_its_time = (DiskError, FloatingPointError) if begun else (OSError, ValueError)
         if isinstance(error, RankError):
             if begun:  # before that, whoever ended has said why
                 say(words)
             ranks.give_way()
-        elif isinstance(error, expected):
+        elif isinstance(error, (AdapterError, CheckError, *of_its_time)):
             ranks.report(words)
             say(words)
         else:

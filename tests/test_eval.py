@@ -339,7 +339,7 @@ def what_ended_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 def test_a_file_that_another_evaluation_writes_is_named(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    evaluate(settings(limit=7), sampler=as_sampler(StandIn()))
+    evaluate(settings(), sampler=as_sampler(StandIn()))
     half = Path("out.jsonl").read_bytes().splitlines(keepends=True)[:3]
     Path("out.jsonl").write_bytes(b"".join(half))
     with Path("out.jsonl").open() as held:
