@@ -522,10 +522,8 @@ class Policy:
         return {"adapter_model": weights, "optimizer": self._moments(), "random": self._random_states}
 
     def _adapter(self) -> dict[str, Tensor]:
-        from peft import get_peft_model_state_dict
-
-        # By default PEFT reads the base model's config again, from the hub if need be, to look for new embeddings.
-        return get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        """Return what `get_peft_model_state_dict` would, which searches the whole model for it."""
+        return {name.replace(".default.", "."): p.detach() for name, p in self.parameters.items()}
 
     def _moments(self) -> dict[str, Tensor]:
         return {
@@ -538,6 +536,7 @@ class Policy:
         """Write `state` into `folder`, and in `folder`/vllm the adapter with the sampler's module names."""
         from safetensors.torch import save_file
 
+        # By default PEFT looks, on the hub if need be, whether the base model's embeddings are new.
         self.model.save_pretrained(folder, save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)
         self.save_adapter(folder / "vllm")
@@ -549,9 +548,9 @@ class Policy:
         from safetensors.torch import save_file
 
         folder.mkdir(exist_ok=True)
-        weights = self._adapter()
-        renamed = {name: name.replace("base_model.model.model.", self._served_prefix, 1) for name in weights}
-        save_file({renamed[n]: w.contiguous() for n, w in weights.items()}, folder / "adapter_model.safetensors")
+        prefix = "base_model.model.model."
+        served = {name.replace(prefix, self._served_prefix, 1): w for name, w in self._adapter().items()}
+        save_file(served, folder / "adapter_model.safetensors")
         self.model.peft_config["default"].save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
@@ -561,7 +560,7 @@ class Policy:
         names = ("adapter_model", "optimizer", "random")
         state = {name: load_file(folder / f"{name}.safetensors") for name in names}
         shapes = {name: tuple(w.shape) for name, w in state["adapter_model"].items()}
-        expected = {name.replace(".default", ""): tuple(p.shape) for name, p in self.parameters.items()}
+        expected = {name: tuple(w.shape) for name, w in self._adapter().items()}
         if shapes != expected:
             raise ValueError(
                 f"the adapter in {folder} has other modules or another rank than this run "
