@@ -296,8 +296,10 @@ def carry_out(
     blocks: list[tuple[int, int]] = ranks.broadcast(_open_blocks(plan) if ranks.is_main else None)
     if blocks:
         with ExitStack() as stack:
-            sampler = sampler or stack.enter_context(Sampler(plan.sampler))
             outputs = stack.enter_context(_Outputs(plan)) if ranks.is_main else None
+            if outputs:
+                outputs.open([blocks[0][0]])  # what cannot be written fails before the engine starts
+            sampler = sampler or stack.enter_context(Sampler(plan.sampler))
             _do_blocks(plan, blocks, sampler, grader, ranks, outputs)
     if not ranks.is_main:
         return []
@@ -336,6 +338,8 @@ def _do_blocks(
     outputs: _Outputs | None,
 ) -> None:
     """Sample the blocks, a round at a time one on each rank; rank 0 writes its own results as they end."""
+    if outputs:
+        outputs.show_progress()
     loaded = -1
     adapters: dict[int, Path | None] = {}
     with tempfile.TemporaryDirectory() as copies:
@@ -350,6 +354,8 @@ def _do_blocks(
                 outputs.open(targets)
             own: list[list[ProblemResult]] = []
             for index, start in ranks.share(in_round):
+                if outputs:
+                    outputs.describe(index)
                 if index != loaded:
                     if adapter := adapters[index]:
                         sampler.load_adapter(adapter, version=index)
@@ -421,12 +427,20 @@ class _Outputs:
         self._targets, self._num_problems = plan.targets, len(plan.problems) * len(plan.targets)
         self._files: dict[int, FileIO] = {}
         self._done: dict[int, set[str]] = {}
-        self._num_tokens, self._started = 0, time.perf_counter()
+        self._num_tokens = 0
 
     def __enter__(self) -> _Outputs:
+        self._stack = ExitStack()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def show_progress(self) -> None:
+        """Start the bar and its clock."""
         from tqdm import tqdm
 
-        self._stack = ExitStack()
+        self._started = time.perf_counter()
         self._progress = self._stack.enter_context(
             tqdm(
                 total=self._num_problems,
@@ -436,10 +450,10 @@ class _Outputs:
                 smoothing=0,  # lengths differ so much that only the mean speed foretells the end
             )
         )
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+    def describe(self, index: int) -> None:
+        """Name, before the bar, the target whose problems are under way."""
+        self._progress.set_description(f"eval {self._targets[index].header.name}")
 
     def open(self, targets: Sequence[int]) -> None:
         """Begin or continue files, cutting off a half-written last line; BusyError if another process has one."""
@@ -447,7 +461,6 @@ class _Outputs:
             if index in self._files:
                 continue
             target = self._targets[index]
-            self._progress.set_description(f"eval {target.header.name}")
             with writing(target.output):
                 target.output.parent.mkdir(parents=True, exist_ok=True)
                 if not target.output.exists():

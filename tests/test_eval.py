@@ -325,9 +325,15 @@ def test_a_file_is_written_by_one_evaluation_at_a_time(workplace: Path, grader: 
     assert result.complete
 
 
-def what_ended_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What `main` says on stderr of a fault that comes when the engine runs; it must exit with status 1."""
-    monkeypatch.setattr(evaluation, "Sampler", lambda config: nullcontext(StandIn()))
+def what_ended_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str, engine: bool = True
+) -> str:
+    """What `main` says on stderr of a fault once it has begun, with or before the engine; it must exit with 1."""
+
+    def start(config: Any) -> Any:
+        return nullcontext(StandIn()) if engine else pytest.fail("the engine was started")
+
+    monkeypatch.setattr(evaluation, "Sampler", start)
     with pytest.raises(SystemExit) as exit_info:
         main((*FLAGS, "--val-n", "4", "--max-num-seqs", "14", *flags))
     assert exit_info.value.code == 1
@@ -344,7 +350,7 @@ def test_a_file_that_another_evaluation_writes_is_named(
     Path("out.jsonl").write_bytes(b"".join(half))
     with Path("out.jsonl").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        said = what_ended_it(monkeypatch, capsys)
+        said = what_ended_it(monkeypatch, capsys, engine=False)
     assert "error: out.jsonl is being written by another evaluation; wait for it to end" in said
     assert Path("out.jsonl").read_bytes() == b"".join(half)
 
@@ -352,7 +358,7 @@ def test_a_file_that_another_evaluation_writes_is_named(
 def test_a_place_where_nothing_can_be_written_is_named(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    said = what_ended_it(monkeypatch, capsys, "--output", "sums.jsonl/out.jsonl")
+    said = what_ended_it(monkeypatch, capsys, "--output", "sums.jsonl/out.jsonl", engine=False)
     assert "error: sums.jsonl/out.jsonl cannot be written" in said
 
 
