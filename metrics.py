@@ -146,6 +146,11 @@ class StepMetrics:
         """Return the logged form: `reward/accuracy`, `gspo/loss`, ..."""
         return dict(flatten(asdict(self)))
 
+    @property
+    def not_finite(self) -> list[str]:
+        """Keys of what came out infinite or not a number."""
+        return [key for key, value in self.flat().items() if isinstance(value, float) and not math.isfinite(value)]
+
     def summary(self) -> str:
         """Return the step in one line for the terminal."""
         gspo = self.gspo
@@ -359,16 +364,19 @@ class MetricsLog:
             self._mirror(lambda run: _finish(run, state))
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step and show its summary line."""
-        flat = metrics.flat()
-        broken = [key for key, value in flat.items() if isinstance(value, float) and not math.isfinite(value)]
+        """Append one step."""
+        flat, broken = metrics.flat(), metrics.not_finite
         self._append((json.dumps(flat | dict.fromkeys(broken)) + "\n").encode())
+        self._recent.append(metrics)
         numbers = {k: v for k, v in flat.items() if k != "step" and v is not None and k not in broken}
         self._mirror(lambda run: run.log(numbers, step=metrics.step))
-        tqdm.write(metrics.summary())
-        self._recent.append(metrics)
+
+    def show(self) -> None:
+        """Print the newest step's summary line and what there is to warn of."""
+        newest = self._recent[-1]
+        tqdm.write(newest.summary())
         warnings = alarms(list(self._recent))
-        if broken:
+        if broken := newest.not_finite:
             warnings.append(f"not a finite number: {', '.join(broken)}; look at the step's rollouts")
         for warning in warnings:
             tqdm.write(f"warning: {warning}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import signal
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -377,7 +378,8 @@ class Interrupts:
         self.received = signum
         for other in self._before:
             signal.signal(other, signal.SIG_DFL)
-        tqdm.write("stopping; the same again ends it at once")
+        with suppress(OSError):  # the terminal may be gone
+            os.write(sys.stderr.fileno(), b"\nstopping; the same again ends it at once\n")
         if not self.holding:
             raise KeyboardInterrupt
 
@@ -484,6 +486,8 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts, ranks: Ranks) ->
                 if log and (step % config.save_every == 0 or step == config.max_steps):
                     save()
                     saved = step
+                if log:
+                    log.show()
                 interrupts.release()
         except BaseException as fault:
             interrupts.holding = True  # as an assignment: a signal that waits would be raised in a call
@@ -623,7 +627,8 @@ def main() -> None:
 
     def say(message: str) -> None:
         advice = f"\n{_how_to_go_on(ranks)}" if begun and ranks.is_main else ""
-        print("\n" * begun + message + advice, file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone
+            print("\n" * begun + message + advice, file=sys.stderr, flush=True)
 
     try:
         if config.plan:

@@ -123,8 +123,10 @@ def test_completions_that_could_not_be_graded_are_a_warning_not_a_wrong_answer(m
     hung = replace(metrics, verdict=replace(metrics.verdict, timeout=1))
     with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
         log.write(metrics)
+        log.show()
         assert "could not be graded" not in capfd.readouterr().out
         log.write(hung)
+        log.show()
         assert "1 of 8 completions could not be graded (timeout 1, crash 0)" in capfd.readouterr().out
 
 
@@ -162,6 +164,7 @@ def test_a_number_that_is_not_finite_is_a_warning_and_null_in_the_file(make_grou
     (metrics,) = steps_like(make_group, [1, 0])
     with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
         log.write(replace(metrics, gspo=replace(metrics.gspo, entropy=math.inf)))
+        log.show()
     assert "warning: not a finite number: gspo/entropy" in capfd.readouterr().out
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["gspo/entropy"] is None
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import pty
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -178,12 +180,46 @@ def test_a_second_signal_ends_it_at_once_and_the_last_checkpoint_is_good(in_fold
     process = start_train(*tiny_flags(tiny_base, max_steps=500, save_every=1))
     wait_for_steps(process, 2)
     os.killpg(process.pid, signal.SIGINT)
-    while "the same again ends it at once" not in Path("out").read_text():
+    while "the same again ends it at once" not in Path("err").read_text():
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=0.005)
     os.killpg(process.pid, signal.SIGINT)  # it is saving, and closing its engine
     assert process.wait(timeout=60) == -signal.SIGINT
     assert newest_good_checkpoint(Path("runs/t"))
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_amid_an_update_costs_no_step(in_folder, tiny_base, paid_train):
+    """What the run prints fails from then on."""
+    Path("hung.py").write_text(f"""
+{paid_train.read_text().partition("if __name__")[0]}
+import signal, time
+from pathlib import Path
+from policy import Policy
+step = Policy._step
+def until_the_terminal_is_gone(*arguments):
+    result = step(*arguments)
+    Path("moved").touch()
+    while signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+        time.sleep(0.01)
+    return result
+if __name__ == "__main__":
+    Policy._step = until_the_terminal_is_gone
+    train.main()
+""")
+    flags = tiny_flags(tiny_base, max_steps=500, save_every=500)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "hung.py", *map(str, flags)])
+    while not Path("moved").exists():
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 4096)
+    os.close(terminal)
+    os.waitpid(process, 0)
+    steps = Path("runs/t/metrics.jsonl").read_text().count("\n")
+    checkpoint = Path(f"runs/t/checkpoints/step-{steps:06d}")
+    assert newest_good_checkpoint(Path("runs/t")) == checkpoint
+    assert load_state(checkpoint).interrupted
 
 
 @pytest.mark.slow
