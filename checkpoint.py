@@ -232,7 +232,8 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
         for index, group in enumerate(groups)
         for rollout in group.rollouts
     ]
-    schema = {"prompt_ids": polars.List(polars.Int32), "token_ids": polars.List(polars.Int32)}
+    tokens = polars.List(polars.Int32)
+    schema = {"prompt_ids": tokens, "token_ids": tokens, "answer": polars.String}
     table = polars.DataFrame(rows, schema_overrides=schema)
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path, num_bytes=int(table.estimated_size())):

@@ -47,6 +47,12 @@ def test_rollouts_come_back_as_they_were(make_group, tmp_path):
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000001.parquet"]
 
 
+def test_an_answer_after_many_completions_without_one_is_kept(make_group, tmp_path):
+    groups = [make_group([0] * 150), make_group([0, 1])]
+    write_rollouts(tmp_path / "rollouts" / "step-000001.parquet", groups)
+    assert read_rollouts(tmp_path / "rollouts" / "step-000001.parquet") == groups
+
+
 def test_a_checkpoint_of_an_interruption_gives_way_to_the_next_and_old_ones_to_the_newest(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2, interrupted=True)
