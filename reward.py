@@ -158,6 +158,7 @@ _REWRITES = [
         (r"(\d*)\.(\d*)\\overline\s*\{(\d{1,99})\}", lambda match: _repeating(*match.groups())),
         (r"\\overline\s*(\{\d+\})", r"\1"),
         (r" {2,}", " "),
+        (r"(?<=\d)[\s_({]*(?:\\text\{\s*)?(?:in )?base[\s}-]*(\d{1,2})[\s}).]*$", r"_{\1}"),
     ]
 ]
 
@@ -208,6 +209,13 @@ _HEDGE = re.compile(
     r"|sqrt)(?![A-Za-z])|[不非或万亿千百十半约至]",
     re.IGNORECASE,
 )
+# Behind a number, what makes another one of it, though it looks like a unit.
+_MULTIPLE = re.compile(
+    r"(?<![A-Za-z\\])(?:pi|root|radical|choose|power|point(?= )|lakhs?|crores?|gross|hundreds|thousands|\w*illions"
+    r"|dozens|halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie)ths|(?-i:[ei]))(?![A-Za-z])"
+    r"|分之|次方|阶乘|(?:平方|立方)$",
+    re.IGNORECASE,
+)
 _BARE_UNIT = r"(?:[cmk]?m|[mk]g|k?mph|kph|km/h|m/s|in|ft|yd|mi|m[lL]|hrs?|min|sec|st|nd|rd|th|USD)"
 _UNIT = re.compile(
     r"(?:\s*[/^{]*\\text\{(?:[^{}\d]|\^[23])*\}\}*(?:\^\s*\{?[23]\}?)?)+$"
@@ -247,6 +255,12 @@ class _Reading(NamedTuple):
     core: str | None = None
     percent: bool = False
     number: Fraction | None = None
+
+    @property
+    def digits(self) -> Fraction | None:
+        """The digits of a numeral such as `2003_6` as they stand, which is how a reference may have them."""
+        numeral = re.fullmatch(rf"{_NUMERAL}\s*", self.core or "")
+        return Fraction(numeral["digits"]) if numeral else None
 
     @property
     def is_number(self) -> bool:
@@ -301,7 +315,7 @@ def _core(text: str) -> tuple[str, bool]:
     percent = bare != text
     bare = re.sub(r"\s*\\degree\s*(?:\\text\{\s*)?[CF]?\}?$", "", bare)
     if not percent and (unit := _UNIT.search(bare)):
-        if _HEDGE.search(unit[0]):
+        if _HEDGE.search(unit[0]) or _MULTIPLE.search(unit[0]):
             raise _UnreadableError
         bare = bare[: unit.start()]
     bare = _unwrap(_TAIL.sub("", bare))
@@ -350,8 +364,9 @@ _MAX_CHARS = 1_000  # a longer box holds no honest answer; and so the patterns h
 _MAX_NESTING = 25
 _MAX_BITS = 4_096  # of every numerator and denominator on the way to a value
 _PRIORITY = {"+": 1, "-": 1, "*": 2, r"\times": 2, r"\cdot": 2, "/": 2, r"\div": 2, "^": 3}
+_NUMERAL = r"(?P<digits>\d+)_\s*\{?\(?(?P<base>\d{1,2})\)?\}?"
 _TOKEN = re.compile(
-    r"\s*(?:(?P<digits>\d+)_\s*\{?(?P<base>\d{1,2})\}?"
+    rf"\s*(?:{_NUMERAL}"
     r"|(?P<number>\d*\.\d+|\d+\.?)(?:[eE](?P<exponent>[+-]?\d{1,4}))?(?![\d_eE])|(?P<symbol>\\[a-z]+|[-+*/^(){}]))\s*"
 )
 
@@ -474,7 +489,7 @@ def _decide(answer: str, reference: str) -> Verdict | tuple[str, str]:
         scaled = (
             said.number / Fraction(100) ** scale if gold.percent or gold.number.denominator != 1 else said.number
         )
-        return "correct" if gold.number in (said.number, scaled) else "wrong"
+        return "correct" if gold.number in (said.number, scaled, said.digits) else "wrong"
     latex = said.latex
     if gold.is_number:
         if said.core is None or not said.is_number:
