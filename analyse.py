@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DARK, LIGHT, GREY = "#0072B2", "#E69F00", "#666666"  # Okabe & Ito's blue and orange: apart in grey, too
-RUN_STYLES = [("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":")]
+RUN_STYLES = [("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#56B4E9", (0, (6, 1)))]
 
 
 # --- Reading ------------------------------------------------------------------------------------------------

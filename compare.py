@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,14 @@ import tyro
 
 from analyse import RUN_STYLES, moving_average, read_metrics
 from estimates import Estimate, Floats
-from results import read_evaluation, summarise
+from loss import LossConfig
+from results import Evaluation, read_evaluation, summarise
+from train import comparable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LAST_STEPS = 10
-MAY_DIFFER = {"loss", "seed", "run_name", "resume", "save_every", "swanlab_mode", "save_rollouts"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,60 +36,79 @@ class MatchedRun:
     """One run of the comparison."""
 
     folder: Path
-    algorithm: str
     seed: int
     metrics: dict[str, Floats]  # each [S]
+    evaluations: dict[int, Evaluation]
+    """Of its checkpoints, by step; finished ones, and of repeated ones the first."""
 
     @property
     def reward(self) -> float:
         """Mean training reward of the last steps."""
         return float(self.metrics["reward/accuracy"][-LAST_STEPS:].mean())
 
-    @property
-    def accuracy(self) -> float | None:
-        """Average@k of the newest evaluated checkpoint on held-out problems; None when there is none."""
-        files = sorted((self.folder / "eval").glob("step-*.jsonl"))
-        return summarise(read_evaluation(files[-1])).average.value if files else None
-
 
 def read_matched_runs(folders: Sequence[Path]) -> dict[str, list[MatchedRun]]:
-    """Return the runs by algorithm, in the order of their seeds.
+    """Return the runs by algorithm, with what of it was changed, in the order of their seeds.
 
-    ValueError unless all have the same settings but for objective and seed, the same number of steps, and every
-    algorithm has the same seeds.
+    ValueError unless all have the same settings but for objective and seed, the same number of steps, evaluations
+    of the same problems, and every algorithm has the same seeds.
     """
     runs: dict[str, list[MatchedRun]] = {}
     shared: tuple[Path, dict[str, Any]] | None = None
     for folder in folders:
         try:
             record = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
+            loss, seed = record["settings"]["loss"], record["settings"]["seed"]
+            common = {k: v for k, v in comparable(record).items() if k not in ("seed", "run_name")}
+        except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder} is not the folder of a run ({error})") from error
-        settings, metrics = record["settings"], read_metrics(folder)
-        common = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
-        common |= {"data": record["data"], "base weights": record["base_fingerprint"]}
+        common = {name: value for name, value in common.items() if not name.startswith("loss/")}
+        metrics = read_metrics(folder)
         common |= {"steps taken": len(metrics["step"])}
         shared = shared or (folder, common)
         if different := [name for name in common if common[name] != shared[1].get(name)]:
             raise ValueError(f"{folder} and {shared[0]} do not match: they differ in {', '.join(different)}")
-        name = settings["loss"]["algorithm"]
-        run = MatchedRun(folder=folder, algorithm=name, seed=settings["seed"], metrics=metrics)
-        runs.setdefault(name, []).append(run)
+        run = MatchedRun(folder=folder, seed=seed, metrics=metrics, evaluations=_read_evaluations(folder))
+        runs.setdefault(_label(loss), []).append(run)
+    evaluated = {
+        (evaluation.header.dataset_sha256, evaluation.header.sampling): run.folder
+        for group in runs.values()
+        for run in group
+        for evaluation in run.evaluations.values()
+    }
+    if len(evaluated) > 1:
+        first, second, *_ = evaluated.values()
+        raise ValueError(f"{first} and {second} were evaluated on other problems, or sampled otherwise in doing so")
     seeds = {name: sorted(run.seed for run in group) for name, group in runs.items()}
     if len(runs) < 2:
-        raise ValueError("a comparison needs runs of at least two algorithms")
+        raise ValueError(f"a comparison needs runs of at least two objectives; these are all {next(iter(runs))}")
     if any(len(set(own)) < len(own) or own != next(iter(seeds.values())) for own in seeds.values()):
         raise ValueError(f"each algorithm needs one run of each seed; these have {seeds}")
     return {name: sorted(group, key=lambda run: run.seed) for name, group in runs.items()}
 
 
+def _label(loss: dict[str, Any]) -> str:
+    """Return the algorithm's name with every other setting that is not the algorithm's own."""
+    own = asdict(LossConfig(algorithm=loss["algorithm"]))
+    changed = [f"{name.replace('_', ' ')} {value}" for name, value in loss.items() if value != own.get(name)]
+    return ", ".join([loss["algorithm"], *changed])
+
+
+def _read_evaluations(folder: Path) -> dict[int, Evaluation]:
+    read = map(read_evaluation, sorted((folder / "eval").glob("step-*.jsonl")))
+    return {e.header.step: e for e in read if e.complete and e.header.repeat == 1}
+
+
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Return the mean of second - first over pairs, with Student's 95 % interval; NaN ends for a single pair."""
+    """Return the mean of second - first over pairs, with Student's 95 % interval.
+
+    The ends are NaN where the pairs show no spread: there is only one, or all differ by the same amount.
+    """
     from scipy import stats
 
     differences = np.subtract(second, first)
     mean, count = float(differences.mean()), len(differences)
-    if count < 2:
+    if np.ptp(differences) < 1e-12:
         return Estimate(value=mean, low=float("nan"), high=float("nan"))
     arm = float(stats.t.ppf(0.975, count - 1) * differences.std(ddof=1) / np.sqrt(count))
     return Estimate(value=mean, low=mean - arm, high=mean + arm)
@@ -97,23 +117,31 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
 def compare_text(runs: dict[str, list[MatchedRun]]) -> str:
     """Return a table of the runs and, for each algorithm against the first, what its differences support."""
     reference, *others = runs
+    measures = {
+        "training reward over the last 10 steps": {
+            name: [run.reward for run in group] for name, group in runs.items()
+        }
+    }
+    every = [set(run.evaluations) for group in runs.values() for run in group]
+    if evaluated := set.intersection(*every):
+        step = max(evaluated)
+        measures[f"held-out accuracy at step {step}"] = {
+            name: [summarise(run.evaluations[step]).average.value for run in group] for name, group in runs.items()
+        }
     lines = [
-        "| algorithm | seed | training reward, last 10 steps | held-out accuracy |",
-        "| --- | --- | --- | --- |",
+        f"| algorithm | seed | {' | '.join(measures)} |",
+        f"| --- | --- | {' | '.join('---' for _ in measures)} |",
     ]
     for name, group in runs.items():
-        for run in group:
-            held_out = "-" if run.accuracy is None else f"{run.accuracy:.2%}"
-            lines.append(f"| {name} | {run.seed} | {run.reward:.2%} | {held_out} |")
+        for number, run in enumerate(group):
+            values = " | ".join(f"{values[name][number]:.2%}" for values in measures.values())
+            lines.append(f"| {name} | {run.seed} | {values} |")
     lines.append("")
+    if not evaluated and any(every):
+        lines.append("No step has a finished evaluation in every run, so held-out accuracy is not compared.")
     for name in others:
-        measures = {
-            "training reward over the last 10 steps": [[r.reward for r in runs[a]] for a in (reference, name)]
-        }
-        accuracies = [[run.accuracy for run in runs[a]] for a in (reference, name)]
-        if all(value is not None for row in accuracies for value in row):
-            measures["held-out accuracy"] = accuracies  # pyright: ignore[reportArgumentType]
-        for measure, (first, second) in measures.items():
+        for measure, values in measures.items():
+            first, second = values[reference], values[name]
             lines.append(_sentence(reference, name, measure, paired_difference(first, second), len(first)))
     return "\n".join(lines) + "\n"
 
@@ -121,7 +149,9 @@ def compare_text(runs: dict[str, list[MatchedRun]]) -> str:
 def _sentence(reference: str, name: str, measure: str, change: Estimate, pairs: int) -> str:
     points = f"{100 * change.value:+.1f} points in {measure} ({name} minus {reference}, {pairs} matched seeds"
     if not np.isfinite(change.low):
-        return f"{points}): one pair says nothing about seed noise, so nothing can be concluded."
+        return (
+            f"{points}): without a spread between pairs nothing is known of seed noise; nothing can be concluded."
+        )
     points += f", 95 % interval {100 * change.low:+.1f} to {100 * change.high:+.1f})"
     if change.low <= 0 <= change.high:
         arm = 100 * (change.high - change.low) / 2
@@ -146,10 +176,11 @@ def compare_figure(runs: dict[str, list[MatchedRun]]) -> Figure:
     steps = next(iter(runs.values()))[0].metrics["step"]
     window = 1 + 2 * (len(steps) // 20)
     for axes, (title, key) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        for (name, group), (colour, style) in zip(runs.items(), RUN_STYLES, strict=False):
+        for (name, group), (colour, style) in zip(runs.items(), RUN_STYLES * len(runs), strict=False):
             curves = np.stack([moving_average(run.metrics[key], window) for run in group])
             axes.fill_between(steps, curves.min(0), curves.max(0), color=colour, alpha=0.2, linewidth=0)
-            axes.plot(steps, curves.mean(0), style, color=colour, linewidth=2, label=f"{name}, {len(group)} seeds")
+            label = f"{name}, {len(group)} seeds"
+            axes.plot(steps, curves.mean(0), linestyle=style, color=colour, linewidth=2, label=label)
         axes.set_title(title, fontsize="medium")
         axes.grid(visible=True, color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
@@ -163,7 +194,7 @@ class CompareConfig:
     """Which runs, and where the figure goes."""
 
     runs: tuple[Path, ...]
-    """Folders of runs that differ in objective and seed alone."""
+    """Folders of runs that differ in objective (`--algorithm`, `--epsilon-low`, `--mini-batches`, ...) and seed."""
     output: Path = Path("runs/compare.png")
     """The figure; the text goes beside it as Markdown."""
 

@@ -582,8 +582,8 @@ def _refuse_changes(path: Path, record: dict[str, Any]) -> None:
     """Refuse to resume under other settings, data or base weights; horizon, paths and mirrors may change."""
     if not path.is_file():
         raise ValueError(f"there is no run to resume in {path.parent}; leave --resume out to start one")
-    before = _comparable(json.loads(path.read_text()))
-    after = _comparable(record)
+    before = comparable(json.loads(path.read_text()))
+    after = comparable(record)
     changes = [
         f"{key}: {before.get(key)} -> {after.get(key)}" for key in after if before.get(key) != after.get(key)
     ]
@@ -612,7 +612,8 @@ FREE_ON_RESUME = {
 """What changes neither the experiment nor, beyond rounding, its numbers."""
 
 
-def _comparable(record: dict[str, Any]) -> dict[str, Any]:
+def comparable(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be the same for two records of `config.json` to be of one experiment."""
     settings = {key: value for key, value in flatten(record["settings"]) if key not in FREE_ON_RESUME}
     return settings | {"data sha256": record["data"]["sha256"], "base weights": record["base_fingerprint"]}
 
