@@ -347,6 +347,8 @@ class AnalyseConfig:
     """With --replay: the objectives."""
     step: int | None = None
     """With --replay: which step; default the newest whose weights were kept."""
+    base_model: str | None = None
+    """With --replay: where the base model lies, if it was moved since the run."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be drawn."""
@@ -409,7 +411,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if config.replay:
             from replay import format_replay, replay
 
-            print(format_replay(replay(config.replay, algorithms=config.algorithms, step=config.step)))
+            wanted = {"algorithms": config.algorithms, "step": config.step, "base_model": config.base_model}
+            print(format_replay(replay(config.replay, **wanted)))
             return
         written = analyse(config)
     except (ValueError, OSError) as error:

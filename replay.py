@@ -2,7 +2,8 @@
 
 What a reader could get wrong: nothing has moved yet, so a ratio other than 1, and every clip, is the gap between
 two engines. The old policy is the sampler (the stored sampling_logprobs), each objective is its published preset,
-and the step is one batch, however the run itself was trained. Micro-batches are those of the run's update.
+and the step is one batch, however the run itself was trained. Rounding, which decides on which side of a narrow
+clip a sequence falls, is as in the run's update on one, two or four ranks: the micro-batches are the same.
 
 Letters: B sequences, L padded length, D numbers in the adapter, M objectives.
 """
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from checkpoint import base_fingerprint, load_state, read_rollouts
 from loss import PRESETS, Algorithm, StepTotals, policy_loss
-from policy import Policy, PolicyConfig, micro_batches, step_totals
+from policy import Policy, PolicyConfig, even_micro_batches, step_totals
 from rollout import Group, group_advantages, model_folder
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def replay(
     rollouts, checkpoint = _choose_step(run, step)
     config = replace(config, base_model=base_model or config.base_model)
     if base_fingerprint(model_folder(config.base_model, config.revision)) != fingerprint:
-        raise ValueError(f"{config.base_model} does not hold the weights that {run} was trained on; name another")
+        raise ValueError(
+            f"{config.base_model} does not hold the weights that {run} was trained on; name its --base-model"
+        )
     policy = Policy(config, seed=settings["seed"], temperature=sampling["temperature"])
     if checkpoint:
         load_state(checkpoint)
@@ -146,7 +149,7 @@ def _score(
         rescored.append(replace(group, rollouts=[replace(rollout, advantage=a) for rollout, a in pairs]))
     loss, lengths, clipped = 0.0, [], []  # clipped tokens of each sequence
     gradients: dict[tuple[str, str], Tensor] = {}  # of the sequences of one quarter and one sign
-    for batch in micro_batches(rescored, max_tokens=policy.micro_batch_tokens):
+    for batch in even_micro_batches(rescored, max_tokens=policy.micro_batch_tokens):
         batch = batch.each(lambda tensor: tensor.to(policy.device))
         mask, advantages = batch.completion_mask, batch.advantages
         with torch.no_grad():

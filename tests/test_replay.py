@@ -149,6 +149,29 @@ def test_a_gradient_of_zero_has_neither_shares_nor_cosines(policy, make_group):
     assert "| cosine with gspo" in format_replay(result)
 
 
+def test_what_clips_is_what_clipped_in_the_run_to_the_last_rounding(tiny_base, make_group, monkeypatch):
+    """In bfloat16, what goes through the model together decides what so narrow a clip takes."""
+    policy = Policy(PolicyConfig(base_model=str(tiny_base), lora_rank=4), seed=0)
+    shake(policy)
+    monkeypatch.setattr(policy.optimizer, "step", lambda: None)
+    groups = []
+    for group in (make_group([1, 0] * 4, seed=seed, lengths=list(range(9, 41, 4))) for seed in range(8)):
+        (batch,) = micro_batches([group], max_tokens=10_000)
+        with torch.no_grad():
+            rows = policy.token_logprobs(batch)[0]
+        own = sorted((row[mask].tolist() for row, mask in zip(rows, batch.completion_mask, strict=True)), key=len)
+        rollouts = [
+            replace(rollout, completion=replace(rollout.completion, logprobs=logprobs))
+            for rollout, logprobs in zip(group.rollouts, own, strict=True)
+        ]
+        groups.append(replace(group, rollouts=rollouts))
+    (update,) = policy.update(groups, LossConfig(), max_tokens=40)
+    (scored,) = compare(policy, groups, ["gspo"], 40).scored
+    clipped = (update.num_clipped_tokens == update.num_tokens).tolist()
+    assert 0 < scored.sequence_clip_fraction == sum(clipped) / 64 < 1
+    assert scored.loss == pytest.approx(update.loss, rel=1e-5)
+
+
 def test_a_step_that_teaches_nothing_is_refused(policy, make_group):
     with pytest.raises(ValueError, match="every group of this step is degenerate"):
         compare(policy, [make_group([1, 1])], ["gspo"], 20)
