@@ -25,7 +25,7 @@ import tyro
 from data import write_whole
 from estimates import Estimate, Floats
 from loss import Algorithm
-from report import PUBLISHED, Published, comparable_with_published, report_markdown, report_page
+from report import Published, published_rows, report_markdown, report_page
 from results import Evaluation, Summary, format_table, read_evaluation, summarise
 
 if TYPE_CHECKING:
@@ -90,6 +90,14 @@ def read_metrics(run: Path) -> dict[str, Floats]:
         for key, value in lines[0].items()
         if value is None or isinstance(value, int | float)
     }
+
+
+def _algorithm(run: Path) -> str | None:
+    """Return what a run was trained with, None where its folder does not say."""
+    try:
+        return json.loads((run / "config.json").read_text())["settings"]["loss"]["algorithm"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 # --- Figures ------------------------------------------------------------------------------------------------
@@ -371,12 +379,12 @@ def analyse(config: AnalyseConfig) -> list[Path]:
     if not evaluations and (config.report or not metrics):
         raise ValueError(f"there is no finished evaluation in {results}; `python eval.py` makes one")
     summaries = [summarise(evaluation) for evaluation in evaluations]
+    algorithm = _algorithm(config.runs[0]) if config.runs else "gspo"
     output = config.output or (config.runs[0] if config.runs else results) / "figures" / "results.png"
     figures: dict[str, Figure] = {}
     if summaries:
         print(format_table(summaries))
-        published = PUBLISHED if comparable_with_published(evaluations[0]) else ()
-        figures["benchmark"] = benchmark_figure(summaries, published)
+        figures["benchmark"] = benchmark_figure(summaries, published_rows(evaluations[0], algorithm))
         figures["pass-at-k"] = pass_at_k_figure(summaries)
         figures["problems"] = problems_figure(evaluations)
     if metrics:
@@ -396,7 +404,8 @@ def analyse(config: AnalyseConfig) -> list[Path]:
             pictures[name] = path.with_suffix(".png")
             pictures[name].write_bytes(buffer.getvalue())
     if config.report:
-        text = report_markdown(evaluations, metrics, {name: path.name for name, path in pictures.items()})
+        names = {name: path.name for name, path in pictures.items()}
+        text = report_markdown(evaluations, metrics, names, algorithm=algorithm)
         page = report_page(text, {path.name: path.read_bytes() for path in pictures.values()})
         for path, content in [(output.with_name("report.md"), text), (output.with_name("report.html"), page)]:
             write_whole(path, content)

@@ -34,6 +34,7 @@ from estimates import (
     pass_drawing_error,
 )
 from results import Evaluation, summarise
+from rollout import SamplingConfig
 
 PUBLISHED_MODEL = "Qwen3.5-4B"
 
@@ -163,6 +164,12 @@ class Comparison:
         return measures(self.n)
 
     @property
+    def reference(self) -> str:
+        """What the checkpoints are compared with, for a reader: the first of them where there is no base."""
+        name = self.base[0].header.name
+        return "the base" if name == "base" else _plain(name)
+
+    @property
     def n(self) -> int:
         """Completions a problem."""
         return self.base[0].header.sampling.group_size
@@ -198,14 +205,18 @@ class Comparison:
 
 
 def report_markdown(
-    evaluations: Sequence[Evaluation], metrics: dict[str, dict[str, Floats]], pictures: dict[str, str]
+    evaluations: Sequence[Evaluation],
+    metrics: dict[str, dict[str, Floats]],
+    pictures: dict[str, str],
+    *,
+    algorithm: str | None = "gspo",
 ) -> str:
     """Return the report: what is supported, tables, figures.
 
     Args:
         evaluations: finished and comparable, base first. metrics: columns of metrics.jsonl, [S] each, by the
         run's name. pictures: file names of the figures "benchmark", "pass-at-k", "problems" and, with
-        metrics, "training".
+        metrics, "training". algorithm: that trained the checkpoints, where it is known.
     """
     comparison = Comparison.of(evaluations)
     first = evaluations[0].header
@@ -221,7 +232,7 @@ def report_markdown(
         "## The table",
         *_summary_tables(evaluations),
         _picture("Average and Pass; Format and mean tokens; bars are 95 % intervals", pictures["benchmark"]),
-        "## Differences from the base, on the same problems",
+        f"## Differences from {comparison.reference}, on the same problems",
         *_difference_parts(comparison),
         "## How much of the change of Format is fewer cut-off completions",
         *_format_parts(comparison),
@@ -233,12 +244,12 @@ def report_markdown(
     ]
     if metrics:
         parts += ["## Training", _picture("Training curves", pictures["training"]), _list(_training(metrics))]
-    parts += ["## Beside the published table", *_published_parts(evaluations)]
+    parts += ["## Beside the published table", *_published_parts(evaluations, algorithm)]
     return "\n\n".join(parts) + "\n"
 
 
 def _conclusions(comparison: Comparison) -> Iterator[str]:
-    base, names = comparison.base[0].header.name, [e.header.name for e in comparison.checkpoints]
+    base, names = comparison.reference, [e.header.name for e in comparison.checkpoints]
     if len(comparison.base[0].problems) < 10:
         yield f"**{len(comparison.base[0].problems)} problems are too few** for any interval here to be relied on."
     for measure in comparison.measures if names else []:
@@ -321,8 +332,8 @@ def _difference_parts(comparison: Comparison) -> Iterator[str]:
     one = ["one checkpoint, these problems", "one checkpoint, other problems"]
     yield _table(["", *one, best, "two runs, from counts alone"], rows)
     yield (
-        "A true difference from the base of this size is found four times in five. On these same problems only "
-        "drawing noise hides it; a claim about other problems must survive their choice as well (with the spread "
+        f"A true difference from {comparison.reference} of this size is found four times in five. On these same "
+        "problems only drawing noise hides it; a claim about other problems must survive their choice as well (with the spread "
         "seen here), and a claim about the best checkpoint the choice among all. The last column is what a table "
         "of counts, like the published one, can promise, since it does not say how much of its spread is drawing "
         "noise."
@@ -362,21 +373,27 @@ def _training(metrics: dict[str, dict[str, Floats]]) -> Iterator[str]:
         )
 
 
-def comparable_with_published(evaluation: Evaluation) -> bool:
-    """Whether this is the chapter's measurement: its base model, 30 AIME25 problems x 12, at most 8,192 tokens."""
+def published_rows(evaluation: Evaluation, algorithm: str | None) -> tuple[Published, ...]:
+    """Return the rows that are of this measurement: all, the base's where another algorithm trained, or none.
+
+    The chapter's is of its base model on the 30 AIME25 problems, 12 completions of at most 8,192 tokens each, drawn
+    at temperature 1 from the whole distribution.
+    """
     header = evaluation.header
-    return (
-        header.base_model.rstrip("/").endswith(PUBLISHED_MODEL)
-        and header.dataset == "aime25.jsonl"
-        and len(header.problem_ids) == 30
-        and (header.sampling.group_size, header.sampling.max_tokens) == (12, 8192)
-    )
+    theirs = SamplingConfig(group_size=12, max_tokens=8192, max_prompt_tokens=header.sampling.max_prompt_tokens)
+    if (
+        not header.base_model.rstrip("/").endswith(PUBLISHED_MODEL)
+        or (header.dataset, len(header.problem_ids)) != ("aime25.jsonl", 30)
+        or header.sampling != theirs
+    ):
+        return ()
+    return tuple(row for row in PUBLISHED if algorithm == "gspo" or row.name.startswith("base"))
 
 
-def _published_parts(evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    theirs = {row.name: row.values for row in PUBLISHED}
+def _published_parts(evaluations: Sequence[Evaluation], algorithm: str | None) -> Iterator[str]:
     header = evaluations[0].header
-    if not comparable_with_published(evaluations[0]):
+    theirs = {row.name: row.values for row in published_rows(evaluations[0], algorithm)}
+    if not theirs:
         heads = ["published", "Average@12", "Pass@12", "Format", "mean tokens", "correct", "passed"]
         rows = [
             [r.name, *(f"{r.values[f]:.2%}" for f in ("average", "passed", "format_rate")), f"{r.mean_tokens:,.1f}",
@@ -385,9 +402,10 @@ def _published_parts(evaluations: Sequence[Evaluation]) -> Iterator[str]:
         ]  # fmt: skip
         yield (
             f"**Nothing can be compared.** The chapter measured {PUBLISHED_MODEL} on the 30 AIME25 problems, 12 "
-            f"completions of at most 8,192 tokens each; this is {_plain(header.base_model)} on "
+            f"completions of at most 8,192 tokens each, at temperature 1; this is {_plain(header.base_model)} on "
             f"{len(header.problem_ids)} problems of {_plain(header.dataset)}, {header.sampling.group_size} of at "
-            f"most {header.sampling.max_tokens:,}. Its table is here only to show the form that ours follows."
+            f"most {header.sampling.max_tokens:,}, sampled as said above. Its table is here only to show the form "
+            "that ours follows."
         )
         yield _table(heads, rows)
     else:
@@ -401,6 +419,11 @@ def _published_parts(evaluations: Sequence[Evaluation]) -> Iterator[str]:
                 numbers = [m.show(our), m.show(their), m.show(our - their, "+"), f"± {m.show(noise)}", verdict]
                 rows.append([_plain(e.header.name), m.title, *numbers])
         yield _table(["", "", "ours", "published", "difference", "noise", "noise explains it?"], rows)
+        if len(theirs) < len(PUBLISHED):
+            yield (
+                "The published checkpoints were trained with GSPO. These were trained with "
+                f"{algorithm or 'an algorithm that is not known'}, and are not compared with them."
+            )
         yield (
             f"{outside} of {len(rows)} differences lie outside the noise; were both runs the same model, about one "
             "in twenty would. The noise is that of drawing again on the same 30 problems (95 %): of their run "

@@ -145,12 +145,27 @@ def test_every_published_cell_is_compared_for_the_chapters_model():
     assert "Nothing can be compared" not in text
 
 
+def test_checkpoints_of_another_algorithm_are_not_held_against_the_published_ones():
+    evaluations = [BASE, evaluation(100, BASE_RIGHTS)]
+    text = report_markdown(evaluations, {}, PICTURES, algorithm="grpo")
+    assert text.count("| **outside** |") + text.count("| inside |") == 4
+    assert "trained with GSPO. These were trained with grpo, and are not compared" in text
+
+
+def test_without_a_base_no_checkpoint_is_called_one():
+    text = report_markdown([evaluation(20, BASE_RIGHTS), evaluation(40, BASE_RIGHTS)], {}, PICTURES)
+    assert "## Differences from step 20, on the same problems" in text
+    assert "from the base" not in text
+
+
 @pytest.mark.parametrize(
     "changed",
     [
         {"base_model": "runs/tiny/base"},
         {"dataset": "aime24.jsonl"},
         {"sampling": SamplingConfig(group_size=12, max_tokens=4096)},
+        {"sampling": SamplingConfig(group_size=12, max_tokens=8192, temperature=0.6)},
+        {"sampling": SamplingConfig(group_size=12, max_tokens=8192, top_k=20)},
     ],
 )
 def test_nothing_is_compared_with_the_published_table_for_another_setting(changed: dict):
