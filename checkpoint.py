@@ -195,17 +195,32 @@ def newest_good_checkpoint(run: Path, *, base_fingerprint: str | None = None) ->
     return None
 
 
+def has_begun(run: Path) -> bool:
+    """Return whether a step of the run is on record."""
+    metrics = run / "metrics.jsonl"
+    return bool(_checkpoints(run)) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
 def set_aside(run: Path, *, after_step: int) -> None:
-    """Move what a resumed run will do again, checkpoints and rollouts of later steps, to RUN/replaced."""
+    """Move what a resumed run will do again to RUN/replaced.
+
+    That is checkpoints, rollouts and evaluations of later steps; of metrics.jsonl, which goes on, a copy.
+    """
     for path in run.glob("checkpoints/.step-*.tmp"):
         shutil.rmtree(path)
-    for path in [*_checkpoints(run), *run.glob("rollouts/step-*.parquet")]:
-        if int(path.stem.removeprefix("step-")) > after_step:
-            target = run / "replaced" / path.relative_to(run)
-            if target.exists():
-                shutil.rmtree(target) if target.is_dir() else target.unlink()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(target)
+    later = [
+        path
+        for path in [*_checkpoints(run), *run.glob("rollouts/step-*"), *run.glob("eval/step-*")]
+        if int(path.name[len("step-") :][:6]) > after_step
+    ]
+    for path in later:
+        target = run / "replaced" / path.relative_to(run)
+        if target.exists():
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    if later and (run / "metrics.jsonl").exists():
+        shutil.copy2(run / "metrics.jsonl", run / "replaced" / "metrics.jsonl")
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:

@@ -48,6 +48,7 @@ from rollout import (
     encode_prompt,
     load_tokenizer,
     model_folder,
+    require_engine,
     sampling_seed,
 )
 
@@ -133,6 +134,7 @@ class Plan:
 
 def prepare(config: EvalConfig) -> Plan:
     """Check all that can be wrong; ValueError or OSError in one sentence, with nothing written yet."""
+    require_engine()
     settings, checkpoints = _what_to_evaluate(config)
     base_model = config.base_model or settings.get("base_model", "Qwen/Qwen3.5-4B")
     revision = config.revision or settings.get("revision")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from loss import LossConfig, StepTotals, mismatch_weights, policy_loss, sequence_log_ratios
 from ranks import Ranks
-from rollout import Group
+from rollout import Group, served_rank
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,7 @@ class PolicyConfig:
         for name in ("lora_rank", "lora_alpha", "micro_batch_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        served_rank(self.lora_rank)
         for name in ("learning_rate", "adam_epsilon"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")

@@ -332,11 +332,11 @@ def _difference_parts(comparison: Comparison) -> Iterator[str]:
     one = ["one checkpoint, these problems", "one checkpoint, other problems"]
     yield _table(["", *one, best, "two runs, from counts alone"], rows)
     yield (
-        f"A true difference from {comparison.reference} of this size is found four times in five. On these same "
-        "problems only drawing noise hides it; a claim about other problems must survive their choice as well (with the spread "
-        "seen here), and a claim about the best checkpoint the choice among all. The last column is what a table "
-        "of counts, like the published one, can promise, since it does not say how much of its spread is drawing "
-        "noise."
+        f"A true difference from {comparison.reference} of this size is found four times in five. On these "
+        "same problems only drawing noise hides it; a claim about other problems must survive their choice as well "
+        "(with the spread seen here), and a claim about the best checkpoint the choice among all. The last column "
+        "is what a table of counts, like the published one, can promise, since it does not say how much of its "
+        "spread is drawing noise."
     )
 
 

@@ -18,6 +18,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -233,6 +234,12 @@ class SamplerConfig:
     """Let `sleep` hand the GPU's memory over between rollouts; ignored on a CPU."""
 
 
+def require_engine() -> None:
+    """Raise ValueError where vLLM is not installed."""
+    if not find_spec("vllm"):
+        raise ValueError("vLLM is not installed; run `make gpu`, or on a machine without a GPU `make cpu`")
+
+
 class AdapterError(RuntimeError):
     """The sampler does not hold the adapter that it was given."""
 
@@ -257,11 +264,9 @@ class Sampler:
             # Compiling what vLLM marks for it needs a C++ compiler and a path without blanks, and gains nothing.
             torch.compiler.set_stance("force_eager")
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        try:
-            from vllm import LLM
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            raise ValueError(f"vLLM cannot be imported ({error}); run `make gpu` or `make cpu` first") from error
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
         if not on_gpu:
             one_adapter = "vllm_cpu_lora.OneAdapterPunica"
             type(current_platform).get_punica_wrapper = classmethod(lambda cls: one_adapter)  # pyright: ignore[reportAttributeAccessIssue]
@@ -275,7 +280,7 @@ class Sampler:
             max_num_seqs=config.max_num_seqs,
             gpu_memory_utilization=config.memory_fraction if on_gpu else 0.9,
             enable_lora=config.lora_rank is not None,
-            max_lora_rank=_vllm_rank(config.lora_rank or 1),
+            max_lora_rank=served_rank(config.lora_rank or 1),
             max_loras=1,
             logprobs_mode="processed_logprobs",  # the default ignores the temperature
             enable_prefix_caching=False,
@@ -444,8 +449,8 @@ class _RolloutBar(tqdm):
         return super().refresh(*args, **kwargs)
 
 
-def _vllm_rank(rank: int) -> int:
-    """Return the smallest maximal rank that vLLM offers for an adapter of this rank."""
+def served_rank(rank: int) -> int:
+    """Return the smallest maximal rank that vLLM offers for an adapter of this rank; ValueError where none is."""
     offered = [1, 8, 16, 32, 64, 128, 256, 320, 512]
     fitting = [size for size in offered if size >= rank]
     if not fitting:

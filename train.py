@@ -32,6 +32,7 @@ from checkpoint import (
     DiskError,
     TrainState,
     base_fingerprint,
+    has_begun,
     load_state,
     lock_run,
     newest_good_checkpoint,
@@ -59,6 +60,7 @@ from rollout import (
     fitting_problems,
     load_tokenizer,
     model_folder,
+    require_engine,
 )
 
 if TYPE_CHECKING:
@@ -173,6 +175,7 @@ def prepare(config: TrainConfig, grader: Grader, ranks: Ranks) -> Setup:
     ValueError or OSError, in one sentence, naming what is missing and what to do; nothing has been written then.
     The data, the checkpoints and the run itself are rank 0's; the base model is each rank's own.
     """
+    require_engine()
     _require(config, ranks)
     problems = _gradable_problems(config, grader) if ranks.is_main else []
     fingerprint = base_fingerprint(model_folder(config.policy.base_model, config.policy.revision))
@@ -233,7 +236,7 @@ def _open_run(
     resume = config.resume or config.resume_from is not None
     if resume:
         _refuse_changes(config_path, record)
-    elif config_path.exists():
+    elif _is_taken(config.folder):
         raise ValueError(
             f"the run {config.folder} exists already; continue it with --resume or choose another --run-name"
         )
@@ -246,12 +249,23 @@ def _open_run(
             state = read_state(checkpoint)  # it has just been verified
         if resume:
             require_space(config.folder, _bytes_to_write(config, needs, after_step=state.step))
+        if state.step < config.max_steps:
             set_aside(config.folder, after_step=state.step)
-        write_whole(config_path, json.dumps(record, indent=2) + "\n")
+            write_whole(config_path, json.dumps(record, indent=2) + "\n")
     except BaseException:
         lock.close()
         raise
     return state, checkpoint, lock
+
+
+def _is_taken(folder: Path) -> bool:
+    """Return whether a run that has begun is there, or something that is no run."""
+    try:
+        return "settings" not in json.loads((folder / "config.json").read_text()) or has_begun(folder)
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
 
 
 def _bytes_to_write(config: TrainConfig, needs: Needs, *, after_step: int) -> int:
@@ -627,7 +641,7 @@ def main() -> None:
     interrupts = Interrupts()
 
     def say(message: str) -> None:
-        advice = f"\n{_how_to_go_on(ranks)}" if begun and ranks.is_main else ""
+        advice = f"\n{_how_to_go_on(config.folder, ranks)}" if begun and ranks.is_main else ""
         with suppress(OSError):  # the terminal may be gone
             print("\n" * begun + message + advice, file=sys.stderr, flush=True)
 
@@ -662,13 +676,17 @@ def main() -> None:
             ranks.report(words)
             say(words)
         else:
-            error.add_note(_how_to_go_on(ranks) if begun else "before the first step; nothing is lost")
+            error.add_note(
+                _how_to_go_on(config.folder, ranks) if begun else "before the first step; nothing is lost"
+            )
             ranks.report(traceback.format_exc())
             raise
         sys.exit(1 if begun else 2)
 
 
-def _how_to_go_on(ranks: Ranks) -> str:
+def _how_to_go_on(folder: Path, ranks: Ranks) -> str:
+    if not has_begun(folder):
+        return f"before the first step; nothing is lost, and {folder.name} may be started again, otherwise too"
     pairs = pairwise(["", *sys.argv])
     words = [
         word

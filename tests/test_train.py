@@ -82,12 +82,19 @@ def test_the_chapters_own_command_line_parses_and_says_what_is_missing(in_folder
         ({"run_name": "a/b"}, "must be a plain folder name"),
         ({"base_model": "nowhere"}, "nowhere is not a folder on this machine"),
         ({"max_prompt_tokens": 4}, "no question fits into max_prompt_tokens = 4"),
+        ({"lora_rank": 1024}, "lora_rank is 1024; vLLM serves at most 512"),
         ({"keep_checkpoints": 0}, "keep_checkpoints is 0; it must be at least 1"),
         ({"max_steps": 10**9}, "the run would write up to"),
     ],
 )
 def test_bad_settings_are_refused_in_one_sentence(in_folder, tiny_base, monkeypatch, capfd, flags, message):
     assert message in refusal(monkeypatch, capfd, *tiny_flags(tiny_base, **flags))
+    assert not Path("runs").exists()
+
+
+def test_without_vllm_nothing_is_begun(in_folder, tiny_base, monkeypatch, capfd):
+    monkeypatch.setattr("rollout.find_spec", lambda name: None)
+    assert "vLLM is not installed; run `make gpu`" in refusal(monkeypatch, capfd, *tiny_flags(tiny_base))
     assert not Path("runs").exists()
 
 
@@ -116,6 +123,9 @@ def test_a_used_run_name_and_a_run_folder_that_cannot_be_written_are_refused(
         monkeypatch, capfd, *tiny_flags(tiny_base)
     )
     assert used.read_text() == "mine"
+    used.write_text('{"settings": {}}')
+    (used.parent / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "the run runs/t exists already" in refusal(monkeypatch, capfd, *tiny_flags(tiny_base))
     (in_folder / "runs/file").write_text("")
     assert "runs/file" in refusal(monkeypatch, capfd, *tiny_flags(tiny_base, run_name="file"))
     assert "there is no run to resume in runs/new" in refusal(
@@ -223,6 +233,28 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+def test_a_run_that_stops_before_its_first_step_may_be_started_again_with_other_settings(in_folder, tiny_base):
+    Path("too_much.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import check, train
+def rehearse(*_, **__):
+    raise check.CheckError("too much; lower --max-tokens")
+if __name__ == "__main__":
+    train.rehearse = rehearse
+    train.main()
+""")
+    done = run_train(*tiny_flags(tiny_base), script="too_much.py")
+    assert done.returncode == 1
+    assert "error: too much; lower --max-tokens" in done.stderr
+    assert "before the first step; nothing is lost, and t may be started again, otherwise too" in done.stderr
+    assert "--resume" not in done.stderr
+    again = run_train(*tiny_flags(tiny_base, max_steps=1, max_tokens=8))
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert json.loads(Path("runs/t/config.json").read_text())["settings"]["sampling"]["max_tokens"] == 8
+
+
+@pytest.mark.slow
 def test_kills_at_random_moments_leave_no_trace(tmp_path, tiny_base, tiny_problems, paid_train):
     """One in the start, one between steps, one in the writing of a checkpoint; bench/kills.py does 20."""
     whole, killed = (command(tiny_base, tiny_problems, name, 20, paid_train) for name in ("whole", "killed"))
@@ -308,6 +340,11 @@ def test_what_cannot_be_resumed_is_refused_by_name(in_folder, tiny_base, monkeyp
         file.write('{"id": "new", "question": "What is 1?", "answer": "1"}\n')
     assert "data sha256: " in refusal(monkeypatch, capfd, *flags, "--resume")
     shutil.copy(in_folder / "sums.jsonl", "datasets/train.jsonl")
+    before = Path("runs/t/config.json").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["train.py", *tiny_flags(tiny_base, max_steps=2), "--resume"])
+    train.main()
+    assert "runs/t has its 4 steps already; raise --max-steps to go on" in capfd.readouterr().out
+    assert Path("runs/t/config.json").read_bytes() == before
     state = Path("runs/t/checkpoints/step-000004/state.json")
     state.write_text(state.read_text()[:40])
     message = refusal(monkeypatch, capfd, *flags, "--resume-from", state.parent)
