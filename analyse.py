@@ -9,7 +9,6 @@ Letters: P problems, n completions a problem, M checkpoints, S steps.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import sys
@@ -152,7 +151,7 @@ def training_figure(runs: dict[str, dict[str, Floats]]) -> Figure:
         ("gspo/loss", "loss"),
         ("gspo/seq_ratio_mean", "mean sequence ratio"),
         ("gspo/sequence_clip_fraction", "sequences clipped"),
-        ("gspo/token_clip_fraction", "tokens in clipped sequences"),
+        ("gspo/token_clip_fraction", "clipped tokens"),
         ("gspo/train_sequences", "trained on (dotted: normalizer)"),
     ]
     figure, grid = _figure(3, 3, width=11, height=8.4)
@@ -398,11 +397,9 @@ def analyse(config: AnalyseConfig) -> list[Path]:
         path = output if name == "benchmark" else output.with_stem(f"{output.stem}-{name}")
         figure.savefig(path, dpi=config.dpi)
         written.append(path)
-        if config.report:
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=config.dpi)
-            pictures[name] = path.with_suffix(".png")
-            pictures[name].write_bytes(buffer.getvalue())
+        pictures[name] = path.with_suffix(".png")
+        if config.report and path != pictures[name]:
+            figure.savefig(pictures[name], dpi=config.dpi)
     if config.report:
         names = {name: path.name for name, path in pictures.items()}
         text = report_markdown(evaluations, metrics, names, algorithm=algorithm)

@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 
 from analyse import RUN_STYLES, moving_average, read_metrics
-from estimates import Estimate, Floats
+from estimates import Estimate, Floats, t_quantile
 from loss import LossConfig
 from results import Evaluation, read_evaluation, summarise
 from train import comparable
@@ -104,13 +104,11 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
 
     The ends are NaN where the pairs show no spread: there is only one, or all differ by the same amount.
     """
-    from scipy import stats
-
     differences = np.subtract(second, first)
     mean, count = float(differences.mean()), len(differences)
     if np.ptp(differences) < 1e-12:
         return Estimate(value=mean, low=float("nan"), high=float("nan"))
-    arm = float(stats.t.ppf(0.975, count - 1) * differences.std(ddof=1) / np.sqrt(count))
+    arm = float(t_quantile(count - 1) * differences.std(ddof=1) / np.sqrt(count))
     return Estimate(value=mean, low=mean - arm, high=mean + arm)
 
 

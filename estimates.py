@@ -46,14 +46,10 @@ def pass_at_k(num_correct: Floats, n: int) -> Floats:
 
 
 def t_quantile(degrees: int) -> float:
-    """97.5 % point of Student's t (Abramowitz & Stegun 26.7.5): right to 1 % from 3 degrees on, low below."""
-    z, v = Z95, degrees
-    return (
-        z
-        + (z**3 + z) / (4 * v)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )
+    """Return the 97.5 % point of Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 0.975))
 
 
 # --- Other problems of this kind ----------------------------------------------------------------------------

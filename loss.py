@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Algorithm = Literal["gspo", "gspo-token", "grpo", "dr-grpo", "dapo"]
 Ratio = Literal["sequence", "sequence-token", "token"]
 Average = Literal["sequences", "tokens", "fixed-length"]
+MismatchWeight = Literal["none", "token", "sequence"]
 
 MAX_LOG_RATIO = 20.0  # exp overflows float32 at 88; nothing that trains comes near either
 MAX_MISMATCH_WEIGHT = 2.0  # the cap of truncated importance sampling
@@ -82,7 +83,7 @@ class LossConfig:
     """The ratio's denominator: as sampled, or the trainer's own before its first step on the batch."""
     mini_batches: int = 1
     """Optimizer steps a rollout batch, each on whole groups (the GSPO paper: 4)."""
-    mismatch_weight: Literal["none", "token", "sequence"] = "none"
+    mismatch_weight: MismatchWeight = "none"
     """With the policy's old_logprobs: weigh by old / sampler, truncated at 2, a token or (as a geometric mean) a
     sequence at a time."""
 
@@ -119,15 +120,18 @@ class StepTotals:
 
 
 def mismatch_weights(
-    kind: Literal["none", "token", "sequence"], old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor
+    kind: MismatchWeight, old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor
 ) -> Tensor | None:
     """Return truncated importance weights old / sampler, [B, L-1] or [B, 1]; never exp of a sum over tokens."""
     if kind == "none":
         return None
     if kind == "sequence":
-        log_weights = sequence_log_ratios(old_logprobs, sampling_logprobs, mask)[:, None]
-    else:
-        log_weights = (old_logprobs - sampling_logprobs).masked_fill(~mask, 0.0)
+        return truncated_weights(sequence_log_ratios(old_logprobs, sampling_logprobs, mask)[:, None])
+    return truncated_weights((old_logprobs - sampling_logprobs).masked_fill(~mask, 0.0))
+
+
+def truncated_weights(log_weights: Tensor) -> Tensor:
+    """Return the weights of these logarithms, at most MAX_MISMATCH_WEIGHT."""
     return log_weights.clamp(max=math.log(MAX_MISMATCH_WEIGHT)).exp()
 
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from check import GateReading
 from checkpoint import writing
 from data import write_whole
+from loss import MAX_MISMATCH_WEIGHT, MismatchWeight, truncated_weights
 from policy import UpdateResult
 from rollout import Group
 
@@ -96,6 +97,15 @@ class GapMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchMetrics:
+    """The weights of `--mismatch-weight`; None without."""
+
+    weight_mean: float | None = None
+    truncated_fraction: float | None = None
+    """Of the weights, at 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SignMetrics:
     """Where clipping comes from, for the sequences whose advantage has one sign; log-ratios in nats."""
 
@@ -135,6 +145,7 @@ class StepMetrics:
     rollout: RolloutMetrics
     gspo: GspoMetrics
     gap: GapMetrics
+    mismatch: MismatchMetrics
     gate: GateReading
     positive: SignMetrics
     negative: SignMetrics
@@ -180,6 +191,8 @@ def step_metrics(
     updates: Sequence[UpdateResult],
     gate: GateReading,
     time_metrics: TimeMetrics,
+    *,
+    mismatch_weight: MismatchWeight = "none",
 ) -> StepMetrics:
     """Return what a step reports; `updates` holds one result an optimizer step, none when all was degenerate."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -200,17 +213,20 @@ def step_metrics(
         ),
         gate=gate,
         time=time_metrics,
-        **_update_metrics(updates, normalization_sequences=count),
+        **_update_metrics(updates, mismatch_weight, normalization_sequences=count),
     )
 
 
-def _update_metrics(updates: Sequence[UpdateResult], *, normalization_sequences: int) -> dict[str, Any]:
+def _update_metrics(
+    updates: Sequence[UpdateResult], mismatch_weight: MismatchWeight, *, normalization_sequences: int
+) -> dict[str, Any]:
     import torch
 
     if not updates:
         return {
             "gspo": GspoMetrics(normalization_sequences=normalization_sequences),
             "gap": GapMetrics(),
+            "mismatch": MismatchMetrics(),
             "positive": SignMetrics(),
             "negative": SignMetrics(),
             "mini_batch": {},
@@ -253,6 +269,9 @@ def _update_metrics(updates: Sequence[UpdateResult], *, normalization_sequences:
             token_max=float(gaps.abs().max()),
             kl=float((gaps.expm1() - gaps).mean()),
         ),
+        "mismatch": _mismatch(engine if mismatch_weight == "sequence" else gaps)
+        if mismatch_weight != "none"
+        else MismatchMetrics(),
         "positive": of_sign(advantages > 0),
         "negative": of_sign(advantages < 0),
         "mini_batch": {
@@ -268,8 +287,17 @@ def _update_metrics(updates: Sequence[UpdateResult], *, normalization_sequences:
     }
 
 
+def _mismatch(log_weights: Tensor) -> MismatchMetrics:
+    return MismatchMetrics(
+        weight_mean=float(truncated_weights(log_weights).mean()),
+        truncated_fraction=float((log_weights > math.log(MAX_MISMATCH_WEIGHT)).float().mean()),
+    )
+
+
 FINISH_SECONDS = 60
 """What the mirror gets for its last uploads."""
+MISMATCH_LIMIT = 0.1
+"""By which the mean mismatch weight may differ from 1 without an alarm."""
 LONGEST_STREAK = 5
 """Steps after which the slowest of the alarms sounds."""
 
@@ -308,6 +336,11 @@ def alarms(recent: Sequence[StepMetrics]) -> list[str]:
         found.append(
             "every group has been degenerate for 3 steps, so nothing is learnt: the problems are all too easy or "
             "all too hard for this model, or its completions hardly differ (is the temperature 1?)"
+        )
+    if begins(1, lambda s: abs((s.mismatch.weight_mean or 1) - 1) > MISMATCH_LIMIT):
+        found.append(
+            f"the mismatch weights average {step.mismatch.weight_mean:.3g}: they correct for rounding, and should "
+            "average 1; look at gap/token_mean, the two engines have drifted apart"
         )
     if begins(1, lambda s: s.rollout.truncated_fraction == 1):
         found.append(

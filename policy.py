@@ -276,7 +276,9 @@ class Policy:
         if config.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         targets = sorted({name.rpartition(".")[2] for name in adapted_layers(base)})
-        adapter = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
+        adapter = LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets, revision=config.revision
+        )
         adapter._register_custom_module({torch.nn.Linear: LoraLinear})
         torch.manual_seed(seed)
         self.model: Any = get_peft_model(base, adapter)

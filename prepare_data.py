@@ -29,6 +29,8 @@ DAPO = (
     "65877096c24ffa7abc4e4fa5edb95cf3413a5674",
     "data/dapo-math-17k.parquet",
 )
+DAPO_SIZE = 17_176
+"""Questions that are kept of it."""
 AIME25 = (
     "yentinglin/aime_2025",
     "6f71d77b0b89b9dabe07ab466c51df33f514df7f",
@@ -69,7 +71,7 @@ class PrepareConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Copies:
     """The well-formed rows that share prompt and answer to the character."""
 
     content: str
@@ -112,8 +114,8 @@ class Audit:
         return "\n".join(f"  {name:<28}{count:>10,}" for name, count in rows.items())
 
 
-def read_dapo(path: Path) -> tuple[list[Group], Counter[str]]:
-    """Group the rows of a parquet file in DAPO's layout; the second part counts malformed rows by id.
+def read_dapo(path: Path) -> tuple[list[Copies], Counter[str]]:
+    """Copies the rows of a parquet file in DAPO's layout; the second part counts malformed rows by id.
 
     Beside the distinct rows it holds one batch at a time: the hub's 1,791,700 rows are over a gigabyte of text.
     Raises DataError where the file is missing, damaged or laid out otherwise.
@@ -159,10 +161,10 @@ def read_dapo(path: Path) -> tuple[list[Group], Counter[str]]:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
     groups = groups.drop("hash0", "hash1", strict=False)  # Not there when the file holds no rows.
-    return [Group(**group) for group in groups.iter_rows(named=True)], malformed
+    return [Copies(**group) for group in groups.iter_rows(named=True)], malformed
 
 
-def clean(groups: Iterable[Group], malformed: Counter[str]) -> tuple[list[Problem], Audit]:
+def clean(groups: Iterable[Copies], malformed: Counter[str]) -> tuple[list[Problem], Audit]:
     """One problem for each question whose copies agree, sorted by question, and what was found on the way.
 
     Copies are the rows whose questions are equal once every run of blanks is a single space; the one with the
@@ -294,6 +296,11 @@ def prepare(config: PrepareConfig) -> None:
             print(f"a new copy is needed: {error}")
 
     problems, audit = clean(*read_dapo(config.raw or download(DAPO, "--raw")))
+    if config.raw is None and len(problems) != DAPO_SIZE:
+        raise DataError(
+            f"{DAPO[0]} at revision {DAPO[1][:8]} has {DAPO_SIZE:,} questions to keep, and {len(problems):,} were "
+            "found: its file in the Hugging Face cache is not what was published; delete it there, and try again"
+        )
     train, dev = split(problems, dev_size=config.dev_size, seed=config.seed)
     print(f"DAPO-Math-17k\n{audit}")
     config.output_dir.mkdir(parents=True, exist_ok=True)

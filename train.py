@@ -494,6 +494,7 @@ def train(setup: Setup, grader: Grader, interrupts: Interrupts, ranks: Ranks) ->
                                 update_seconds=ended - gated,
                                 step_seconds=ended - started,
                             ),
+                            mismatch_weight=config.loss.mismatch_weight,
                         )
                     )
                 state, moving = replace(state, step=step, problems_taken=stream.num_taken), False

@@ -268,6 +268,18 @@ def test_what_cannot_be_evaluated_is_refused(
     assert expected in refusal(capsys, *flags)
 
 
+def test_a_foreign_adapter_that_says_too_little_is_refused(workplace: Path, capsys):
+    foreign = workplace / "foreign"
+    foreign.mkdir()
+    (foreign / "adapter_config.json").write_text('{"base_model_name_or_path": null, "r": 4}')
+    (foreign / "adapter_model.safetensors").write_text("weights")
+    flags = (*FLAGS[2:], "--model-path", "foreign")
+    assert "foreign does not say which base model it belongs to; give --base-model" in refusal(capsys, *flags)
+    assert prepare(settings(model_path=Path("foreign"))).sampler.lora_rank == 4
+    (foreign / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    assert "foreign is not a LoRA adapter: its adapter_config.json names no rank r" in refusal(capsys, *flags)
+
+
 def test_an_adapter_without_a_state_is_refused_on_a_base_of_another_name(workplace: Path, capsys):
     checkpoint = "runs/demo/checkpoints/step-000020"
     Path(checkpoint, "state.json").unlink()

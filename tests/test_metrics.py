@@ -104,6 +104,22 @@ def test_a_step_in_which_nothing_was_trained_says_so(make_group):
     assert "skipped: every group was degenerate" in metrics.summary()
 
 
+@pytest.mark.parametrize(
+    ("kind", "mean", "truncated"),
+    [
+        ("none", None, None),
+        ("token", (math.exp(0.1) + math.exp(-0.1) + 1 + math.exp(0.2)) / 4, 0),
+        ("sequence", (math.exp(0.1) + math.exp(-0.2) + 2) / 3, 1 / 3),
+    ],
+)
+def test_mismatch_weights_are_logged_and_an_average_far_from_1_is_an_alarm(make_group, kind, mean, truncated):
+    update = result([0.1, -0.2, 0.9], clipped=[0, 0, 0])
+    metrics = step_metrics(1, [make_group([1, 0, 0])], [update], GATE, TIME, mismatch_weight=kind)
+    expected = (mean and pytest.approx(mean, rel=1e-6), truncated and pytest.approx(truncated))
+    assert (metrics.mismatch.weight_mean, metrics.mismatch.truncated_fraction) == expected
+    assert any("mismatch weights average 1.31" in alarm for alarm in alarms([metrics])) == (kind == "sequence")
+
+
 def test_the_log_keeps_one_line_a_step_and_drops_what_a_resumed_run_writes_again(make_group, tmp_path):
     def write(after_step, steps):
         with MetricsLog(tmp_path, after_step=after_step, mode="disabled", swanlab_id=None, config={}) as log:

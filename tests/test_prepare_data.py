@@ -382,18 +382,28 @@ def hub_path(source):
 
 def test_both_files_are_downloaded_at_their_revisions_and_read_from_the_cache_later(tmp_path, hub):
     files, environment = hub
-    files[hub_path(prepare_data.DAPO)] = write_parquet(tmp_path / "raw.parquet", sums(5)).read_bytes()
+    raw = write_parquet(tmp_path / "raw.parquet", sums(prepare_data.DAPO_SIZE))
+    files[hub_path(prepare_data.DAPO)] = raw.read_bytes()
     rows = [{"id": n, "problem": f"Find {n} + 100.", "answer": str(n + 100)} for n in range(30)]
     files[hub_path(prepare_data.AIME25)] = write_parquet(tmp_path / "aime.parquet", rows).read_bytes()
     output = tmp_path / "datasets"
     # The progress bar needs a terminal; this setting of the hub's shows it in a pipe as well.
-    done = run_command("--output-dir", output, "--dev-size", 2, **environment, TQDM_POSITION="-1")
+    done = run_command("--output-dir", output, **environment, TQDM_POSITION="-1")
     assert done.returncode == 0, done.stderr
     assert "100%" in done.stderr, "a progress bar was expected"
-    assert [len(read_problems(output / f"{name}.jsonl")) for name in ("train", "dev", "aime25")] == [3, 2, 30]
+    assert [len(read_problems(output / f"{name}.jsonl")) for name in ("train", "dev", "aime25")] == [17_126, 50, 30]
     files.clear()
-    again = run_command("--output-dir", tmp_path / "again", "--dev-size", 2, "--force-aime25", **environment)
+    again = run_command("--output-dir", tmp_path / "again", "--force-aime25", **environment)
     assert again.returncode == 0, again.stderr
+
+
+def test_a_download_that_is_not_the_published_one_is_refused(tmp_path, hub):
+    files, environment = hub
+    files[hub_path(prepare_data.DAPO)] = write_parquet(tmp_path / "raw.parquet", sums(5)).read_bytes()
+    refused = run_command("--output-dir", tmp_path / "datasets", **environment)
+    assert refused.returncode == 2
+    assert "17,176 questions to keep, and 5 were found" in refused.stderr
+    assert not (tmp_path / "datasets").exists()
 
 
 def test_without_a_network_one_sentence_names_the_local_files_that_help(tmp_path, hub):

@@ -244,7 +244,7 @@ if __name__ == "__main__":
     train.rehearse = rehearse
     train.main()
 """)
-    done = run_train(*tiny_flags(tiny_base), script="too_much.py")
+    done = run_train(*tiny_flags(tiny_base), script=Path("too_much.py"))
     assert done.returncode == 1
     assert "error: too much; lower --max-tokens" in done.stderr
     assert "before the first step; nothing is lost, and t may be started again, otherwise too" in done.stderr
