@@ -204,7 +204,11 @@ class _Checkpoint:
 def _what_to_evaluate(config: EvalConfig) -> tuple[dict[str, Any], dict[str, _Checkpoint | None]]:
     """Return what is known of the base model, and the checkpoints by label; the base itself is None."""
     if config.run:
-        settings = _json(config.run / "config.json", f"{config.run} is not the folder of a run")
+        record = _json(config.run / "config.json", f"{config.run} is not the folder of a run")
+        try:
+            settings = record["settings"]["policy"]
+        except KeyError as error:
+            raise ValueError(f"{config.run} is not the folder of a run: config.json has no {error}") from error
         folders = sorted((config.run / "checkpoints").glob("step-*"))
         every = {0: None} | {int(folder.name.removeprefix("step-")): folder for folder in folders}
         if unknown := set(config.steps) - set(every):

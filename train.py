@@ -574,9 +574,6 @@ def _record(config: TrainConfig, fingerprint: str, *, num_problems: int, num_lef
     installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
     settings = json.loads(json.dumps(asdict(config), default=str))
     return {
-        "base_model": config.policy.base_model,
-        "revision": config.policy.revision,
-        "lora_rank": config.policy.lora_rank,
         "base_fingerprint": fingerprint,
         "settings": settings,
         "data": {

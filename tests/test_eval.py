@@ -103,7 +103,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grader: Grader) -
             step=step, problems_taken=0, seed=1, base_model="base", base_fingerprint=fingerprint, swanlab_id=None
         )
         write_state(folder, state)
-    run = {"base_model": "base", "revision": None, "lora_rank": 4, "base_fingerprint": fingerprint}
+    policy = {"base_model": "base", "revision": None, "lora_rank": 4}
+    run = {"settings": {"policy": policy}, "base_fingerprint": fingerprint}
     (tmp_path / "runs/demo/config.json").write_text(json.dumps(run))
     return tmp_path
 
