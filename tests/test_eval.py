@@ -472,7 +472,8 @@ def real_run(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             swanlab_id=None,
         )
         save_checkpoint(run / "checkpoints" / f"step-{step:06d}", policy, state)
-    settings = {"base_model": str(tiny_base), "revision": None, "lora_rank": 4, "base_fingerprint": fingerprint}
+    policy_settings = {"base_model": str(tiny_base), "revision": None, "lora_rank": 4}
+    settings = {"settings": {"policy": policy_settings}, "base_fingerprint": fingerprint}
     (run / "config.json").write_text(json.dumps(settings))
     return run
 
