@@ -151,7 +151,7 @@ def training_figure(runs: dict[str, dict[str, Floats]]) -> Figure:
         ("gspo/loss", "loss"),
         ("gspo/seq_ratio_mean", "mean sequence ratio"),
         ("gspo/sequence_clip_fraction", "sequences clipped"),
-        ("gspo/token_clip_fraction", "clipped tokens"),
+        ("gspo/token_clip_fraction", "tokens clipped"),
         ("gspo/train_sequences", "trained on (dotted: normalizer)"),
     ]
     figure, grid = _figure(3, 3, width=11, height=8.4)
