@@ -158,7 +158,11 @@ _REWRITES = [
         (r"(\d*)\.(\d*)\\overline\s*\{(\d{1,99})\}", lambda match: _repeating(*match.groups())),
         (r"\\overline\s*(\{\d+\})", r"\1"),
         (r" {2,}", " "),
-        (r"(?<=\d)[\s_({]*(?:\\text\{\s*)?(?:in )?base[\s}-]*(\d{1,2})[\s}).]*$", r"_{\1}"),
+        (
+            r"(?<=\d)[\s_({]*(?:\\text\{[\s(]*)?(?i:(?:in )?base)[\s}-]*(\d{1,2})[\s{}).]*$",
+            r"_{\1}",
+        ),
+        (r"(?<=\d)_\s*(?:\{\s*\((\d{1,2})\)\s*\}|\((\d{1,2})\))", r"_{\1\2}"),
     ]
 ]
 
@@ -211,9 +215,10 @@ _HEDGE = re.compile(
 )
 # Behind a number, what makes another one of it, though it looks like a unit.
 _MULTIPLE = re.compile(
-    r"(?<![A-Za-z\\])(?:pi|root|radical|choose|power|point(?= )|lakhs?|crores?|gross|hundreds|thousands|\w*illions"
-    r"|dozens|halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie)ths|(?-i:[ei]))(?![A-Za-z])"
-    r"|分之|次方|阶乘|(?:平方|立方)$",
+    r"(?<![A-Za-z\\])(?:pi|lakhs?|crores?|gross|hundreds|thousands|[a-z]{1,9}illions|dozens|halves|thirds?"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,6}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,9}illion)ths?"
+    rf"|(?:root|radical|choose|point|power)[\s}}]+(?:{'|'.join(_ONES + _TENS)}))(?![A-Za-z])"
+    r"|(?-i:\{\s*[ei]\s*\}*$)|分之|次方|阶乘|(?:平方|立方)根?$",
     re.IGNORECASE,
 )
 _BARE_UNIT = r"(?:[cmk]?m|[mk]g|k?mph|kph|km/h|m/s|in|ft|yd|mi|m[lL]|hrs?|min|sec|st|nd|rd|th|USD)"
@@ -258,9 +263,12 @@ class _Reading(NamedTuple):
 
     @property
     def digits(self) -> Fraction | None:
-        """The digits of a numeral such as `2003_6` as they stand, which is how a reference may have them."""
+        """The digits of a numeral such as `2003_6` as they stand, which is how a reference may have them.
+
+        None for fewer than three, by which a box could hold two guesses.
+        """
         numeral = re.fullmatch(rf"{_NUMERAL}\s*", self.core or "")
-        return Fraction(numeral["digits"]) if numeral else None
+        return Fraction(numeral["digits"]) if numeral and len(numeral["digits"]) > 2 else None
 
     @property
     def is_number(self) -> bool:
@@ -364,7 +372,7 @@ _MAX_CHARS = 1_000  # a longer box holds no honest answer; and so the patterns h
 _MAX_NESTING = 25
 _MAX_BITS = 4_096  # of every numerator and denominator on the way to a value
 _PRIORITY = {"+": 1, "-": 1, "*": 2, r"\times": 2, r"\cdot": 2, "/": 2, r"\div": 2, "^": 3}
-_NUMERAL = r"(?P<digits>\d+)_\s*\{?\(?(?P<base>\d{1,2})\)?\}?"
+_NUMERAL = r"(?P<digits>\d+)_\s*(?:(?P<base>\d{1,2})|\{\s*(?P<in_braces>\d{1,2})\s*\})"
 _TOKEN = re.compile(
     rf"\s*(?:{_NUMERAL}"
     r"|(?P<number>\d*\.\d+|\d+\.?)(?:[eE](?P<exponent>[+-]?\d{1,4}))?(?![\d_eE])|(?P<symbol>\\[a-z]+|[-+*/^(){}]))\s*"
@@ -385,7 +393,8 @@ def _evaluate(text: str) -> Fraction | None:
             if token["symbol"]:
                 tokens.append(token["symbol"])
             elif token["digits"]:
-                tokens.append(Fraction(int(token["digits"], int(token["base"]))))
+                base = int(token["base"] or token["in_braces"])
+                tokens.append(Fraction(int(token["digits"], max(base, 1))))  # int() would guess for 0
             else:
                 tokens.append(Fraction(token["number"]) * Fraction(10) ** int(token["exponent"] or 0))
             position = token.end()

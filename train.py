@@ -260,12 +260,15 @@ def _open_run(
 
 def _is_taken(folder: Path) -> bool:
     """Return whether a run that has begun is there, or something that is no run."""
+    if has_begun(folder):
+        return True
     try:
-        return "settings" not in json.loads((folder / "config.json").read_text()) or has_begun(folder)
+        record = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         return False
     except ValueError:
         return True
+    return not (isinstance(record, dict) and "settings" in record)
 
 
 def _bytes_to_write(config: TrainConfig, needs: Needs, *, after_step: int) -> int:
@@ -353,7 +356,7 @@ def _require(config: TrainConfig, ranks: Ranks) -> None:
 class Interrupts:
     """Turns SIGTERM, SIGHUP and Ctrl-C into a KeyboardInterrupt that never falls where it would leave a half.
 
-    The second one ends the process at once.
+    A second SIGTERM or Ctrl-C ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -390,8 +393,8 @@ class Interrupts:
 
     def _handle(self, signum: int, frame: object) -> None:
         self.received = signum
-        for other in self._before:
-            signal.signal(other, signal.SIG_DFL)
+        for other in self._before:  # a terminal that closes hangs up twice, by its shell and by the kernel
+            signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
         with suppress(OSError):  # the terminal may be gone
             os.write(sys.stderr.fileno(), b"\nstopping; the same again ends it at once\n")
         if not self.holding:
@@ -683,8 +686,8 @@ def main() -> None:
 
 
 def _how_to_go_on(folder: Path, ranks: Ranks) -> str:
-    if not has_begun(folder):
-        return f"before the first step; nothing is lost, and {folder.name} may be started again, otherwise too"
+    if ranks.is_main and not has_begun(folder):
+        return f"before the first step; nothing is lost, and {folder} may be started anew, with other settings too"
     pairs = pairwise(["", *sys.argv])
     words = [
         word
