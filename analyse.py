@@ -92,10 +92,10 @@ def read_metrics(run: Path) -> dict[str, Floats]:
 
 
 def _algorithm(run: Path) -> str | None:
-    """Return what a run was trained with, None where its folder does not say."""
+    """Return what a run was trained with; None where the folder does not say or is none of a run."""
     try:
         return json.loads((run / "config.json").read_text())["settings"]["loss"]["algorithm"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -378,7 +378,7 @@ def analyse(config: AnalyseConfig) -> list[Path]:
     if not evaluations and (config.report or not metrics):
         raise ValueError(f"there is no finished evaluation in {results}; `python eval.py` makes one")
     summaries = [summarise(evaluation) for evaluation in evaluations]
-    algorithm = _algorithm(config.runs[0]) if config.runs else "gspo"
+    algorithm = _algorithm(results.parent)
     output = config.output or (config.runs[0] if config.runs else results) / "figures" / "results.png"
     figures: dict[str, Figure] = {}
     if summaries:

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
@@ -202,25 +203,17 @@ def has_begun(run: Path) -> bool:
 
 
 def set_aside(run: Path, *, after_step: int) -> None:
-    """Move what a resumed run will do again to RUN/replaced.
-
-    That is checkpoints, rollouts and evaluations of later steps; of metrics.jsonl, which goes on, a copy.
-    """
+    """Move what a resumed run will do again, all that is of later steps, to RUN/replaced."""
     for path in run.glob("checkpoints/.step-*.tmp"):
         shutil.rmtree(path)
-    later = [
-        path
-        for path in [*_checkpoints(run), *run.glob("rollouts/step-*"), *run.glob("eval/step-*")]
-        if int(path.name[len("step-") :][:6]) > after_step
-    ]
-    for path in later:
-        target = run / "replaced" / path.relative_to(run)
-        if target.exists():
-            shutil.rmtree(target) if target.is_dir() else target.unlink()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
-    if later and (run / "metrics.jsonl").exists():
-        shutil.copy2(run / "metrics.jsonl", run / "replaced" / "metrics.jsonl")
+    for path in run.glob("*/step-*"):
+        step = re.match(r"step-(\d{6})(?!\d)", path.name)
+        if path.parent.name in ("checkpoints", "rollouts", "eval") and step and int(step[1]) > after_step:
+            target = run / "replaced" / path.relative_to(run)
+            if target.exists():
+                shutil.rmtree(target) if target.is_dir() else target.unlink()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LAST_STEPS = 10
+BESIDE_OBJECTIVE = ("old_logprobs", "mini_batches", "mismatch_weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,27 +59,18 @@ def read_matched_runs(folders: Sequence[Path]) -> dict[str, list[MatchedRun]]:
     for folder in folders:
         try:
             record = json.loads((folder / "config.json").read_text())
-            loss, seed = record["settings"]["loss"], record["settings"]["seed"]
+            label, seed = _label(LossConfig(**record["settings"]["loss"])), record["settings"]["seed"]
             common = {k: v for k, v in comparable(record).items() if k not in ("seed", "run_name")}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} is not the folder of a run ({error})") from error
         common = {name: value for name, value in common.items() if not name.startswith("loss/")}
         metrics = read_metrics(folder)
         common |= {"steps taken": len(metrics["step"])}
         shared = shared or (folder, common)
-        if different := [name for name in common if common[name] != shared[1].get(name)]:
+        if different := [k for k in common | shared[1] if common.get(k) != shared[1].get(k)]:
             raise ValueError(f"{folder} and {shared[0]} do not match: they differ in {', '.join(different)}")
         run = MatchedRun(folder=folder, seed=seed, metrics=metrics, evaluations=_read_evaluations(folder))
-        runs.setdefault(_label(loss), []).append(run)
-    evaluated = {
-        (evaluation.header.dataset_sha256, evaluation.header.sampling): run.folder
-        for group in runs.values()
-        for run in group
-        for evaluation in run.evaluations.values()
-    }
-    if len(evaluated) > 1:
-        first, second, *_ = evaluated.values()
-        raise ValueError(f"{first} and {second} were evaluated on other problems, or sampled otherwise in doing so")
+        runs.setdefault(label, []).append(run)
     seeds = {name: sorted(run.seed for run in group) for name, group in runs.items()}
     if len(runs) < 2:
         raise ValueError(f"a comparison needs runs of at least two objectives; these are all {next(iter(runs))}")
@@ -87,11 +79,30 @@ def read_matched_runs(folders: Sequence[Path]) -> dict[str, list[MatchedRun]]:
     return {name: sorted(group, key=lambda run: run.seed) for name, group in runs.items()}
 
 
-def _label(loss: dict[str, Any]) -> str:
-    """Return the algorithm's name with every other setting that is not the algorithm's own."""
-    own = asdict(LossConfig(algorithm=loss["algorithm"]))
-    changed = [f"{name.replace('_', ' ')} {value}" for name, value in loss.items() if value != own.get(name)]
-    return ", ".join([loss["algorithm"], *changed])
+def _label(loss: LossConfig) -> str:
+    """Return the algorithm's name with every setting that is not the algorithm's own."""
+    plain = LossConfig(algorithm=loss.algorithm)
+    here, usual = (asdict(c.objective) | {n: getattr(c, n) for n in BESIDE_OBJECTIVE} for c in (loss, plain))
+    changed = [f"{name.replace('_', ' ')} {here[name]}" for name in here if here[name] != usual[name]]
+    return ", ".join([loss.algorithm, *changed])
+
+
+def _common_step(runs: dict[str, list[MatchedRun]]) -> int | None:
+    """Return the newest step of which every run has an evaluation; ValueError where these do not match."""
+    every = [run for group in runs.values() for run in group]
+    steps = set.intersection(*(set(run.evaluations) for run in every))
+    if not steps:
+        return None
+    first, *others = every
+    measured, step = first.evaluations[max(steps)].header, max(steps)
+    for run in others:
+        header = run.evaluations[step].header
+        if (header.dataset_sha256, header.sampling) != (measured.dataset_sha256, measured.sampling):
+            raise ValueError(
+                f"{first.folder} and {run.folder} cannot be compared: step {step} was evaluated on other problems, "
+                "or sampled otherwise in doing so"
+            )
+    return step
 
 
 def _read_evaluations(folder: Path) -> dict[int, Evaluation]:
@@ -113,16 +124,17 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
 
 
 def compare_text(runs: dict[str, list[MatchedRun]]) -> str:
-    """Return a table of the runs and, for each algorithm against the first, what its differences support."""
+    """Return a table of the runs and, for each algorithm against the first, what its differences support.
+
+    ValueError where evaluations do not match.
+    """
     reference, *others = runs
     measures = {
         "training reward over the last 10 steps": {
             name: [run.reward for run in group] for name, group in runs.items()
         }
     }
-    every = [set(run.evaluations) for group in runs.values() for run in group]
-    if evaluated := set.intersection(*every):
-        step = max(evaluated)
+    if step := _common_step(runs):
         measures[f"held-out accuracy at step {step}"] = {
             name: [summarise(run.evaluations[step]).average.value for run in group] for name, group in runs.items()
         }
@@ -135,7 +147,7 @@ def compare_text(runs: dict[str, list[MatchedRun]]) -> str:
             values = " | ".join(f"{values[name][number]:.2%}" for values in measures.values())
             lines.append(f"| {name} | {run.seed} | {values} |")
     lines.append("")
-    if not evaluated and any(every):
+    if not step and any(run.evaluations for group in runs.values() for run in group):
         lines.append("No step has a finished evaluation in every run, so held-out accuracy is not compared.")
     for name in others:
         for measure, values in measures.items():
@@ -202,10 +214,10 @@ def main() -> None:
     config = tyro.cli(CompareConfig, description=__doc__)
     try:
         runs = read_matched_runs(config.runs)
+        text = compare_text(runs)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    text = compare_text(runs)
     print(text)
     config.output.parent.mkdir(parents=True, exist_ok=True)
     compare_figure(runs).savefig(config.output, dpi=150)

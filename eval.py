@@ -438,9 +438,9 @@ class _Outputs:
         self._files: dict[int, FileIO] = {}
         self._done: dict[int, set[str]] = {}
         self._num_tokens = 0
+        self._stack = ExitStack()
 
     def __enter__(self) -> _Outputs:
-        self._stack = ExitStack()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

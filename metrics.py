@@ -192,7 +192,7 @@ def step_metrics(
     gate: GateReading,
     time_metrics: TimeMetrics,
     *,
-    mismatch_weight: MismatchWeight = "none",
+    mismatch_weight: MismatchWeight,
 ) -> StepMetrics:
     """Return what a step reports; `updates` holds one result an optimizer step, none when all was degenerate."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -269,9 +269,7 @@ def _update_metrics(
             token_max=float(gaps.abs().max()),
             kl=float((gaps.expm1() - gaps).mean()),
         ),
-        "mismatch": _mismatch(engine if mismatch_weight == "sequence" else gaps)
-        if mismatch_weight != "none"
-        else MismatchMetrics(),
+        "mismatch": _mismatch({"none": None, "token": gaps, "sequence": engine}[mismatch_weight]),
         "positive": of_sign(advantages > 0),
         "negative": of_sign(advantages < 0),
         "mini_batch": {
@@ -287,7 +285,9 @@ def _update_metrics(
     }
 
 
-def _mismatch(log_weights: Tensor) -> MismatchMetrics:
+def _mismatch(log_weights: Tensor | None) -> MismatchMetrics:
+    if log_weights is None:
+        return MismatchMetrics()
     return MismatchMetrics(
         weight_mean=float(truncated_weights(log_weights).mean()),
         truncated_fraction=float((log_weights > math.log(MAX_MISMATCH_WEIGHT)).float().mean()),
@@ -337,7 +337,7 @@ def alarms(recent: Sequence[StepMetrics]) -> list[str]:
             "every group has been degenerate for 3 steps, so nothing is learnt: the problems are all too easy or "
             "all too hard for this model, or its completions hardly differ (is the temperature 1?)"
         )
-    if begins(1, lambda s: abs((s.mismatch.weight_mean or 1) - 1) > MISMATCH_LIMIT):
+    if begins(1, lambda s: s.mismatch.weight_mean is not None and abs(s.mismatch.weight_mean - 1) > MISMATCH_LIMIT):
         found.append(
             f"the mismatch weights average {step.mismatch.weight_mean:.3g}: they correct for rounding, and should "
             "average 1; look at gap/token_mean, the two engines have drifted apart"
@@ -369,13 +369,14 @@ class MetricsLog:
 
         Args:
             folder: the run's folder.
-            after_step: lines of later steps are dropped; the resumed run writes them again.
+            after_step: lines of later steps are set aside; the resumed run writes them again.
             mode: where SwanLab writes.
             swanlab_id: the SwanLab run to continue, or None for a new one.
             config: settings shown beside the curves.
         """
         self._path = folder / "metrics.jsonl"
         self._file: FileIO | None = None
+        self._notices: list[str] = []
         self._recent: deque[StepMetrics] = deque(maxlen=LONGEST_STREAK + 1)
         self._keep_until(after_step)
         self._swanlab = _start_swanlab(folder, mode, swanlab_id, config)
@@ -395,6 +396,7 @@ class MetricsLog:
             interrupted = exc_type is not None and not issubclass(exc_type, Exception)
             state = "success" if exc_type is None else "aborted" if interrupted else "crashed"
             self._mirror(lambda run: _finish(run, state))
+            self._show_notices()
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""
@@ -407,12 +409,17 @@ class MetricsLog:
     def show(self) -> None:
         """Print the newest step's summary line and what there is to warn of."""
         newest = self._recent[-1]
+        self._show_notices()
         tqdm.write(newest.summary())
         warnings = alarms(list(self._recent))
         if broken := newest.not_finite:
             warnings.append(f"not a finite number: {', '.join(broken)}; look at the step's rollouts")
         for warning in warnings:
             tqdm.write(f"warning: {warning}")
+
+    def _show_notices(self) -> None:
+        while self._notices:
+            tqdm.write(self._notices.pop(0))
 
     def _append(self, line: bytes) -> None:
         """Write a whole line or none; DiskError when it cannot be written."""
@@ -433,16 +440,21 @@ class MetricsLog:
                 action(self._swanlab)
             except Exception as error:  # a tracker's fault must not cost the run
                 self._swanlab = None
-                tqdm.write(f"SwanLab stopped ({error}); {self._path} goes on")
+                self._notices.append(f"SwanLab stopped ({error}); {self._path} goes on")
 
     def _keep_until(self, step: int) -> None:
-        kept = []
+        """Move later lines to RUN/replaced, behind those of earlier times."""
+        kept, replaced = [], []
         for line in self._path.read_text().split("\n") if self._path.exists() else []:
             try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
+                (kept if json.loads(line)["step"] <= step else replaced).append(line + "\n")
             except ValueError:  # the half-written last line of a killed run, or the end of the file
                 break
+        if replaced:
+            folder = self._path.parent / "replaced"
+            folder.mkdir(exist_ok=True)
+            with (folder / self._path.name).open("a") as file:
+                file.writelines(replaced)
         write_whole(self._path, "".join(kept))
 
 

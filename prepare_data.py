@@ -115,7 +115,7 @@ class Audit:
 
 
 def read_dapo(path: Path) -> tuple[list[Copies], Counter[str]]:
-    """Copies the rows of a parquet file in DAPO's layout; the second part counts malformed rows by id.
+    """Group the rows of a parquet file in DAPO's layout; the second part counts malformed rows by id.
 
     Beside the distinct rows it holds one batch at a time: the hub's 1,791,700 rows are over a gigabyte of text.
     Raises DataError where the file is missing, damaged or laid out otherwise.

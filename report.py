@@ -376,6 +376,7 @@ def _training(metrics: dict[str, dict[str, Floats]]) -> Iterator[str]:
 def published_rows(evaluation: Evaluation, algorithm: str | None) -> tuple[Published, ...]:
     """Return the rows that are of this measurement: all, the base's where another algorithm trained, or none.
 
+    An algorithm that is not known is taken to be theirs.
     The chapter's is of its base model on the 30 AIME25 problems, 12 completions of at most 8,192 tokens each, drawn
     at temperature 1 from the whole distribution.
     """
@@ -387,50 +388,63 @@ def published_rows(evaluation: Evaluation, algorithm: str | None) -> tuple[Publi
         or header.sampling != theirs
     ):
         return ()
-    return tuple(row for row in PUBLISHED if algorithm == "gspo" or row.name.startswith("base"))
+    return tuple(row for row in PUBLISHED if algorithm in ("gspo", None) or row.name.startswith("base"))
 
 
 def _published_parts(evaluations: Sequence[Evaluation], algorithm: str | None) -> Iterator[str]:
-    header = evaluations[0].header
-    theirs = {row.name: row.values for row in published_rows(evaluations[0], algorithm)}
-    if not theirs:
-        heads = ["published", "Average@12", "Pass@12", "Format", "mean tokens", "correct", "passed"]
-        rows = [
-            [r.name, *(f"{r.values[f]:.2%}" for f in ("average", "passed", "format_rate")), f"{r.mean_tokens:,.1f}",
-             f"{r.num_correct}/360", f"{r.num_passed}/30"]
-            for r in PUBLISHED
-        ]  # fmt: skip
-        yield (
-            f"**Nothing can be compared.** The chapter measured {PUBLISHED_MODEL} on the 30 AIME25 problems, 12 "
-            f"completions of at most 8,192 tokens each, at temperature 1; this is {_plain(header.base_model)} on "
-            f"{len(header.problem_ids)} problems of {_plain(header.dataset)}, {header.sampling.group_size} of at "
-            f"most {header.sampling.max_tokens:,}, sampled as said above. Its table is here only to show the form "
-            "that ours follows."
-        )
-        yield _table(heads, rows)
+    if theirs := published_rows(evaluations[0], algorithm):
+        yield from _beside_published(evaluations, theirs, algorithm)
     else:
-        rows, outside = [], 0
-        for e in evaluations:
-            for m in measures(12) if e.header.name in theirs else []:
-                our, their = float(m.per_problem(e).mean()), theirs[e.header.name][m.field]
-                noise = Z95 * m.null_error(e, their)
-                outside += (beyond := abs(our - their) > noise + 1e-12)
-                verdict = "**outside**" if beyond else "inside"
-                numbers = [m.show(our), m.show(their), m.show(our - their, "+"), f"± {m.show(noise)}", verdict]
-                rows.append([_plain(e.header.name), m.title, *numbers])
-        yield _table(["", "", "ours", "published", "difference", "noise", "noise explains it?"], rows)
-        if len(theirs) < len(PUBLISHED):
-            yield (
-                "The published checkpoints were trained with GSPO. These were trained with "
-                f"{algorithm or 'an algorithm that is not known'}, and are not compared with them."
-            )
-        yield (
-            f"{outside} of {len(rows)} differences lie outside the noise; were both runs the same model, about one "
-            "in twenty would. The noise is that of drawing again on the same 30 problems (95 %): of their run "
-            "only totals are known, so their draws are taken to vary from problem to problem as ours do. Inside "
-            "means that noise alone can explain the difference, not that the two are equal."
-        )
+        yield from _published_for_its_form(evaluations[0])
     yield _published_by_itself()
+
+
+def _published_for_its_form(evaluation: Evaluation) -> Iterator[str]:
+    header = evaluation.header
+    yield (
+        f"**Nothing can be compared.** The chapter measured {PUBLISHED_MODEL} on the 30 AIME25 problems, 12 "
+        f"completions of at most 8,192 tokens each, at temperature 1; this is {_plain(header.base_model)} on "
+        f"{len(header.problem_ids)} problems of {_plain(header.dataset)}, {header.sampling.group_size} of at "
+        f"most {header.sampling.max_tokens:,}, sampled as said above. Its table is here only to show the form "
+        "that ours follows."
+    )
+    rows = [
+        [r.name, *(f"{r.values[f]:.2%}" for f in ("average", "passed", "format_rate")), f"{r.mean_tokens:,.1f}",
+         f"{r.num_correct}/360", f"{r.num_passed}/30"]
+        for r in PUBLISHED
+    ]  # fmt: skip
+    yield _table(["published", "Average@12", "Pass@12", "Format", "mean tokens", "correct", "passed"], rows)
+
+
+def _beside_published(
+    evaluations: Sequence[Evaluation], published: Sequence[Published], algorithm: str | None
+) -> Iterator[str]:
+    if algorithm != "gspo" and any(e.header.label != "base" for e in evaluations):
+        yield "The published checkpoints were trained with GSPO. " + (
+            f"These were trained with {algorithm}, and are not compared with them."
+            if algorithm
+            else "What these were trained with is not on record here; they are taken to be GSPO's."
+        )
+    theirs = {row.name: row.values for row in published}
+    rows, outside = [], 0
+    for e in evaluations:
+        for m in measures(12) if e.header.name in theirs else []:
+            our, their = float(m.per_problem(e).mean()), theirs[e.header.name][m.field]
+            noise = Z95 * m.null_error(e, their)
+            outside += (beyond := abs(our - their) > noise + 1e-12)
+            verdict = "**outside**" if beyond else "inside"
+            numbers = [m.show(our), m.show(their), m.show(our - their, "+"), f"± {m.show(noise)}", verdict]
+            rows.append([_plain(e.header.name), m.title, *numbers])
+    if not rows:
+        yield "No row of the published table is of a model that was evaluated here."
+        return
+    yield _table(["", "", "ours", "published", "difference", "noise", "noise explains it?"], rows)
+    yield (
+        f"{outside} of {len(rows)} differences lie outside the noise; were both runs the same model, about one "
+        "in twenty would. The noise is that of drawing again on the same 30 problems (95 %): of their run "
+        "only totals are known, so their draws are taken to vary from problem to problem as ours do. Inside "
+        "means that noise alone can explain the difference, not that the two are equal."
+    )
 
 
 def _published_by_itself() -> str:

@@ -243,6 +243,29 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, other: Evaluation, n
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("grpo", "trained with grpo, and are not compared"),
+        (None, "not on record here; they are taken to be GSPO's"),
+    ],
+)
+def test_the_run_says_whether_its_checkpoints_are_of_the_published_algorithm(
+    tmp_path: Path, algorithm: str | None, said: str
+):
+    theirs = {
+        "base_model": "Qwen/Qwen3.5-4B",
+        "dataset": "aime25.jsonl",
+        "sampling": SamplingConfig(group_size=12, max_tokens=8192),
+    }
+    plain = [made_up(step, num_problems=30, n=12) for step in (0, 20)]
+    write(tmp_path / "run/eval", *(replace(e, header=replace(e.header, **theirs)) for e in plain))
+    if algorithm:
+        (tmp_path / "run/config.json").write_text(json.dumps({"settings": {"loss": {"algorithm": algorithm}}}))
+    main(["--result-dir", str(tmp_path / "run/eval"), "--report", "--dpi", "40"])
+    assert said in (tmp_path / "run/eval/figures/report.md").read_text()
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         (("--result-dir", "empty"), "error: there is no finished evaluation in empty"),

@@ -103,8 +103,13 @@ def test_what_a_resumed_run_does_again_is_moved_not_deleted(make_group, tmp_path
         save(tmp_path, step)
         write_rollouts(tmp_path / "rollouts" / f"step-{step:06d}.parquet", [make_group([1, 0])])
     (tmp_path / "checkpoints/.step-000004.tmp").mkdir()  # what a kill leaves
-    (tmp_path / "metrics.jsonl").write_text("three steps")
-    evaluations = ["base.jsonl", "step-000002.jsonl", "step-000003.jsonl", "step-000003.summary.json"]
+    evaluations = [
+        "base.jsonl",
+        "step-000002.jsonl",
+        "step-9-mine",
+        "step-000003.jsonl",
+        "step-000003.z",
+    ]
     (tmp_path / "eval").mkdir()
     for name in evaluations:
         (tmp_path / "eval" / name).touch()
@@ -112,9 +117,8 @@ def test_what_a_resumed_run_does_again_is_moved_not_deleted(make_group, tmp_path
     assert steps(tmp_path) == [1, 2]
     assert (tmp_path / "replaced/checkpoints/step-000003/weights").exists()
     assert (tmp_path / "replaced/rollouts/step-000003.parquet").exists()
-    assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == evaluations[:2]
-    assert sorted(path.name for path in (tmp_path / "replaced/eval").iterdir()) == evaluations[2:]
-    assert (tmp_path / "replaced/metrics.jsonl").read_text() == "three steps"
+    assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == evaluations[:3]
+    assert sorted(path.name for path in (tmp_path / "replaced/eval").iterdir()) == evaluations[3:]
     save(tmp_path, 3)
     set_aside(tmp_path, after_step=2)  # a second time
     assert steps(tmp_path) == [1, 2]

@@ -126,8 +126,11 @@ def test_without_a_step_in_common_held_out_accuracy_is_not_compared(four_runs):
 def test_evaluations_that_do_not_match_are_refused(four_runs, other):
     evaluate_by_hand(four_runs[0], 10, 2)
     evaluate_by_hand(four_runs[3], 10, 2, **other)
-    with pytest.raises(ValueError, match=r"gspo-1 and .*grpo-2 were evaluated on other problems, or sampled other"):
-        read_matched_runs(four_runs)
+    for run in four_runs[1:3]:
+        evaluate_by_hand(run, 10, 2)
+    evaluate_by_hand(four_runs[1], 5, 2, num_problems=3)  # not compared
+    with pytest.raises(ValueError, match=r"gspo-1 and .*grpo-2 cannot be compared: step 10 was evaluated on other"):
+        compare_text(read_matched_runs(four_runs))
 
 
 def test_pairs_without_a_spread_support_nothing(make_run):
@@ -140,6 +143,9 @@ def test_variants_of_an_algorithm_are_compared_and_never_pooled(make_run):
     assert list(read_matched_runs(runs)) == ["gspo", "gspo, epsilon low 0.1, mini batches 4"]
     with pytest.raises(ValueError, match="each algorithm needs one run of each seed"):
         read_matched_runs([*runs, make_run("gspo", 2)])
+    same = make_run("gspo", 2, name="same", loss={"epsilon_low": 3e-4, "ratio": "sequence"})  # the algorithm's own
+    with pytest.raises(ValueError, match="at least two objectives; these are all gspo"):
+        read_matched_runs([runs[0], same])
 
 
 def test_what_a_resumed_run_may_change_may_differ(make_run):

@@ -49,7 +49,9 @@ def result(log_ratios, *, clipped, engine=None):
 
 def test_a_steps_numbers_equal_those_worked_by_hand(make_group):
     groups = [make_group([1, 0, 0]), make_group([1, 1, 1], seed=1)]
-    flat = step_metrics(7, groups, [result([0.1, -0.2, 0.4], clipped=[0, 20, 15])], GATE, TIME).flat()
+    flat = step_metrics(
+        7, groups, [result([0.1, -0.2, 0.4], clipped=[0, 20, 15])], GATE, TIME, mismatch_weight="none"
+    ).flat()
     expected = {
         "step": 7,
         "reward/accuracy": 4 / 6,
@@ -89,7 +91,7 @@ def test_log_ratios_are_split_into_the_engines_gap_and_the_policys_movement(make
         result([0.1, -0.2, 0.4], clipped=[0, 0, 0]),
         result([0.3, 0.0, 0.0], clipped=[10, 0, 0], engine=[0.1, -0.2, 0.4]),
     ]
-    flat = step_metrics(1, [make_group([1, 0, 0])] * 2, steps, GATE, TIME).flat()
+    flat = step_metrics(1, [make_group([1, 0, 0])] * 2, steps, GATE, TIME, mismatch_weight="none").flat()
     assert flat["positive/engine_log_ratio_mean"] == pytest.approx(0.1)
     assert flat["positive/update_log_ratio_mean"] == pytest.approx(0.1)  # 0 and 0.2
     assert flat["negative/update_log_ratio_mean"] == pytest.approx(-0.05)  # 0, 0, 0.2 and -0.4
@@ -97,7 +99,7 @@ def test_log_ratios_are_split_into_the_engines_gap_and_the_policys_movement(make
 
 
 def test_a_step_in_which_nothing_was_trained_says_so(make_group):
-    metrics = step_metrics(3, [make_group([0, 0])], [], GATE, TIME)
+    metrics = step_metrics(3, [make_group([0, 0])], [], GATE, TIME, mismatch_weight="none")
     flat = metrics.flat()
     assert flat["gspo/loss"] is flat["gap/kl"] is flat["positive/clip_fraction"] is None
     assert (flat["gspo/train_sequences"], flat["gspo/normalization_sequences"]) == (0, 2)
@@ -120,22 +122,27 @@ def test_mismatch_weights_are_logged_and_an_average_far_from_1_is_an_alarm(make_
     assert any("mismatch weights average 1.31" in alarm for alarm in alarms([metrics])) == (kind == "sequence")
 
 
-def test_the_log_keeps_one_line_a_step_and_drops_what_a_resumed_run_writes_again(make_group, tmp_path):
+def test_the_log_keeps_one_line_a_step_and_sets_aside_what_a_resumed_run_writes_again(make_group, tmp_path):
     def write(after_step, steps):
         with MetricsLog(tmp_path, after_step=after_step, mode="disabled", swanlab_id=None, config={}) as log:
             for step in steps:
-                log.write(step_metrics(step, [make_group([1, 0, 0])], [], GATE, TIME))
+                log.write(step_metrics(step, [make_group([1, 0, 0])], [], GATE, TIME, mismatch_weight="none"))
 
     write(0, [1, 2, 3])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
     write(2, [3, 4])
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    write(1, [2, 3])
+
+    def steps(path):
+        return [json.loads(line)["step"] for line in (tmp_path / path).read_text().splitlines()]
+
+    assert steps("metrics.jsonl") == [1, 2, 3]
+    assert steps("replaced/metrics.jsonl") == [3, 2, 3, 4]
 
 
 def test_completions_that_could_not_be_graded_are_a_warning_not_a_wrong_answer(make_group, tmp_path, capfd):
-    metrics = step_metrics(1, [make_group([1] + [0] * 7)], [], GATE, TIME)
+    metrics = step_metrics(1, [make_group([1] + [0] * 7)], [], GATE, TIME, mismatch_weight="none")
     hung = replace(metrics, verdict=replace(metrics.verdict, timeout=1))
     with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
         log.write(metrics)
@@ -152,7 +159,7 @@ def steps_like(make_group, *rewards, **rollout):
     for number, step_rewards in enumerate(rewards, start=1):
         degenerate = len(set(step_rewards)) == 1
         updates = [] if degenerate else [result([0.0, 0.0, 0.0], clipped=[0, 0, 0])]
-        metrics = step_metrics(number, [make_group(step_rewards)], updates, GATE, TIME)
+        metrics = step_metrics(number, [make_group(step_rewards)], updates, GATE, TIME, mismatch_weight="none")
         steps.append(replace(metrics, rollout=replace(metrics.rollout, **rollout)))
     return steps
 
@@ -204,7 +211,7 @@ def test_without_a_login_swanlab_records_offline_with_one_line_of_notice(make_gr
     monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with MetricsLog(tmp_path, after_step=0, mode="online", swanlab_id=None, config={"seed": 1}) as log:
-        log.write(step_metrics(1, [make_group([1, 0, 0])], [], GATE, TIME))
+        log.write(step_metrics(1, [make_group([1, 0, 0])], [], GATE, TIME, mismatch_weight="none"))
         assert log.swanlab_id
     assert capfd.readouterr().out.count("SwanLab is not reachable") == 1
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1

@@ -333,6 +333,11 @@ def test_the_copy_for_the_sampler_has_its_module_names(fixture, prefix, request,
     torch.testing.assert_close(policy.state()["adapter_model"], own, rtol=0, atol=0)
 
 
+def test_an_adapter_says_which_revision_of_its_base_it_belongs_to(tiny_base, tmp_path):
+    Policy(PolicyConfig(base_model=str(tiny_base), revision="abc"), seed=0).save(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["revision"] == "abc"
+
+
 def test_an_adapter_of_another_rank_is_refused(tiny_base, tmp_path):
     Policy(PolicyConfig(base_model=str(tiny_base), lora_rank=4), seed=0).save(tmp_path)
     with pytest.raises(ValueError, match="another rank than this run"):

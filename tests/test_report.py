@@ -152,6 +152,16 @@ def test_checkpoints_of_another_algorithm_are_not_held_against_the_published_one
     assert "trained with GSPO. These were trained with grpo, and are not compared" in text
 
 
+def test_what_is_not_known_of_the_training_is_said():
+    text = report_markdown([BASE, evaluation(100, BASE_RIGHTS)], {}, PICTURES, algorithm=None)
+    assert text.count("| **outside** |") + text.count("| inside |") == 8
+    assert "not on record here; they are taken to be GSPO's" in text
+    assert "not on record" not in report_markdown([BASE], {}, PICTURES, algorithm=None)
+    assert "No row of the published table" in report_markdown(
+        [evaluation(100, BASE_RIGHTS)], {}, PICTURES, algorithm="grpo"
+    )
+
+
 def test_without_a_base_no_checkpoint_is_called_one():
     text = report_markdown([evaluation(20, BASE_RIGHTS), evaluation(40, BASE_RIGHTS)], {}, PICTURES)
     assert "## Differences from step 20, on the same problems" in text

@@ -1,11 +1,13 @@
 """The loop with the real engines, and every kind of bad input and misfortune as its user meets it."""
 
+import fcntl
 import json
 import os
 import pty
 import random
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -199,8 +201,9 @@ def test_a_second_signal_ends_it_at_once_and_the_last_checkpoint_is_good(in_fold
 
 
 @pytest.mark.slow
-def test_a_terminal_that_closes_amid_an_update_costs_no_step(in_folder, tiny_base, paid_train):
-    """What the run prints fails from then on."""
+@pytest.mark.parametrize("under_a_shell", [False, True])
+def test_a_terminal_that_closes_amid_an_update_costs_no_step(in_folder, tiny_base, paid_train, under_a_shell):
+    """What the run prints fails from then on; under a shell, two hang-ups come."""
     Path("hung.py").write_text(f"""
 {paid_train.read_text().partition("if __name__")[0]}
 import signal, time
@@ -217,15 +220,19 @@ if __name__ == "__main__":
     Policy._step = until_the_terminal_is_gone
     train.main()
 """)
-    flags = tiny_flags(tiny_base, max_steps=500, save_every=500)
-    process, terminal = pty.fork()
-    if process == 0:
-        os.execv(sys.executable, [sys.executable, "hung.py", *map(str, flags)])
+    words = [sys.executable, "hung.py", *tiny_flags(tiny_base, max_steps=500, save_every=500)]
+    leader, terminal = pty.fork()
+    if leader == 0:
+        os.execvp(*("bash", ["bash", "--norc", "-i"]) if under_a_shell else (words[0], words))
+    if under_a_shell:
+        os.write(terminal, f"{shlex.join(words)}\n".encode())
     while not Path("moved").exists():
         if select.select([terminal], [], [], 0.05)[0]:
             os.read(terminal, 4096)
     os.close(terminal)
-    os.waitpid(process, 0)
+    os.waitpid(leader, 0)
+    with Path("runs/t/.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the run has ended
     steps = Path("runs/t/metrics.jsonl").read_text().count("\n")
     checkpoint = Path(f"runs/t/checkpoints/step-{steps:06d}")
     assert newest_good_checkpoint(Path("runs/t")) == checkpoint
