@@ -339,16 +339,23 @@ def _check_chat_template(tokenizer: Any) -> str:
 
 
 def _check_end_token(tokenizer: Any, policy: Policy) -> str:
-    if tokenizer.eos_token_id is None:
-        raise CheckError("the tokenizer has no end token, so that every completion would run to its limit")
+    """Look whether the sampler stops where the chat template ends an answer.
+
+    It does at the tokenizer's end token and at those of the generation config, which for a checkpoint without one
+    are the model config's: Qwen3.5's names another than its chat template writes.
+    """
     declared = policy.model.generation_config.eos_token_id
-    declared = declared if isinstance(declared, list) else [declared]
-    if tokenizer.eos_token_id not in declared:
+    stops = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    answered = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is two"}]
+    text = tokenizer.apply_chat_template(answered, tokenize=False, enable_thinking=False)
+    end = text.rpartition("It is two")[2]
+    found = [token for token in tokenizer(end, add_special_tokens=False)["input_ids"] if token in stops]
+    if not found:
         raise CheckError(
-            f"the tokenizer ends at token {tokenizer.eos_token_id} ({tokenizer.eos_token!r}), the model's "
-            f"generation config at {declared}; make them agree, or completions run on past their end"
+            f"the chat template ends an answer with {end!r}, and the sampler stops at {sorted(stops)}: completions "
+            "would run on to their limit; is this the tuned model, and its own tokenizer?"
         )
-    return f"{tokenizer.eos_token!r} ({tokenizer.eos_token_id}), in tokenizer and generation config"
+    return f"{tokenizer.decode(found[:1])!r} ({found[0]}) ends an answer, and the sampler stops at it"
 
 
 def _check_round_trip(tokenizer: Any, problems: Sequence[Problem]) -> str:
@@ -502,7 +509,11 @@ def delta_kernel_errors(kernel: Callable[..., Any], layer: Any, device: torch.de
     }
     weights = normal(layer.head_v_dim).float()
     results = []
-    for run in (lambda **x: kernel(**x, use_qk_l2norm_in_kernel=True)[0], delta_rule):
+
+    def by_kernel(query: Tensor, key: Tensor, value: Tensor, **others: Tensor) -> Tensor:
+        return kernel(query, key, value, **others, use_qk_l2norm_in_kernel=True)[0]  # names of these three vary
+
+    for run in (by_kernel, delta_rule):
         leaves = {
             name: (x.float() if run is delta_rule else x).detach().requires_grad_() for name, x in inputs.items()
         }

@@ -11,6 +11,7 @@ Letters: B sequences, L padded length. Column t of a [B, L-1] tensor speaks of t
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -251,9 +252,12 @@ class Policy:
             temperature: the sampler's; log-probabilities are of the distribution that was sampled from.
             ranks: that update the same policy together, each with a copy.
         """
+        # On Hopper flash-linear-attention prefers TileLang, which compiles against CUDA headers that need not fit.
+        # Triton's gradients, wrong there at one time, are right since 3.7.1; it refuses to run with earlier ones.
+        os.environ.setdefault("FLA_TILELANG", "0")
         import torch
         from peft import LoraConfig, get_peft_model
-        from transformers import AutoConfig, AutoModelForCausalLM, logging
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
 
         from lora import LoraLinear
 
@@ -268,6 +272,7 @@ class Policy:
         # A vision-and-text checkpoint is trained as its text half, but served whole: other module names.
         wrapped = checkpoint.get_text_config() is not checkpoint
         self._served_prefix = "base_model.model." + ("model.language_model." if wrapped else "model.")
+        PreTrainedModel._keep_in_fp32_modules_strict = {"A_log"}  # the logarithm of a decay, as vLLM keeps it
         base: Any = AutoModelForCausalLM.from_pretrained(
             config.base_model, revision=config.revision, dtype=torch.bfloat16
         )

@@ -3,8 +3,8 @@
 What a reader could get wrong: nothing has moved yet, so a ratio other than 1, and every clip, is the gap between
 two engines. The old policy is the sampler (the stored sampling_logprobs), each objective is its published preset,
 and the step is one batch, however the run itself was trained. Rounding, which decides on which side of a narrow
-clip a sequence falls, is as in the run's update, where that was one step, on one, two or four ranks, and never ran out
-of memory: the micro-batches are the same.
+clip a sequence falls, is as in the run's update, where that was one step, on one, two or four ranks, and in memory:
+the micro-batches are the same.
 
 Letters: B sequences, L padded length, D numbers in the adapter, M objectives.
 """

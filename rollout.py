@@ -259,6 +259,7 @@ class Sampler:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: starts ten times as fast, dies with us
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # a line a kernel through the progress bars
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
             # Compiling what vLLM marks for it needs a C++ compiler and a path without blanks, and gains nothing.
@@ -288,6 +289,7 @@ class Sampler:
             mamba_ssm_cache_dtype="float32",  # a recurrent state in bfloat16 drifts from the trainer's
             enable_sleep_mode=config.may_sleep and on_gpu,
             enforce_eager=not on_gpu,
+            gdn_prefill_backend="triton" if on_gpu else None,  # FlashInfer's compiles, and its failure is not shown
             language_model_only=True,
             skip_mm_profiling=True,
             disable_log_stats=False,  # the progress bar reads the engine's token counter

@@ -16,6 +16,7 @@ from reward import Grader
 from rollout import Sampler, SamplerConfig, SamplingConfig, collect_groups, load_tokenizer
 from tiny import sums
 
+NO_END = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ 'A' if add_generation_prompt }}"
 SAMPLING = SamplingConfig(group_size=8, max_tokens=48)
 LOSS = LossConfig()
 
@@ -207,6 +208,10 @@ def test_a_kernel_with_a_wrong_gradient_is_found(run, monkeypatch):
     def wrong(query, key, value, g, beta, **options):
         return kernel(query, key, value, g + 0.1 * (g - g.detach()), beta, **options)
 
+    def of_other_names(q, k, v, g, beta, use_qk_l2norm_in_kernel=False):  # flash-linear-attention's
+        return kernel(q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+    assert max(delta_kernel_errors(of_other_names, layer, torch.device("cpu")).values()) < 0.01
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", wrong)
     with pytest.raises(CheckError, match="the gradient of g is off by 10"):
         self_check(run.policy, run.sampler, run.tokenizer, sums(seed=0), SAMPLING, adapter=run.folder)
@@ -233,7 +238,10 @@ def test_the_reference_rule_equals_its_definition_on_one_head_of_size_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"eos_token": "<|endoftext|>"}, "the tokenizer ends at token 0"),
+        (
+            {"chat_template": NO_END},
+            r"the chat template ends an answer with '\\n', and the sampler stops at \[",
+        ),
         ({"chat_template": "{{ messages[0].content }}<|im_end|>"}, "ends a prompt with the end token"),
     ],
 )
@@ -243,6 +251,23 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(run, tiny_base, chan
         setattr(tokenizer, name, value)
     with pytest.raises(CheckError, match=message):
         self_check(run.policy, run.sampler, tokenizer, sums(seed=0), SAMPLING, adapter=run.folder)
+
+
+def test_the_end_of_an_answer_may_be_the_tokenizers_or_the_generation_configs(run, tiny_base):
+    """Qwen3.5 has no generation config, and its model config names another token than its chat template writes."""
+
+    def verdict(declared):
+        config = SimpleNamespace(eos_token_id=declared)
+        policy = cast("Policy", SimpleNamespace(model=SimpleNamespace(generation_config=config)))
+        return check._check_end_token(tokenizer, policy)
+
+    tokenizer = load_tokenizer(str(tiny_base))
+    end = tokenizer.eos_token_id
+    assert verdict(0) == verdict(None) == f"'<|im_end|>' ({end}) ends an answer, and the sampler stops at it"
+    tokenizer.eos_token = "<|endoftext|>"
+    assert verdict([0, end]) == f"'<|im_end|>' ({end}) ends an answer, and the sampler stops at it"
+    with pytest.raises(CheckError, match="completions would run on to their limit"):
+        verdict(0)
 
 
 def test_a_tokenizer_that_loses_text_is_refused(run):

@@ -2,12 +2,13 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from peft.tuners.lora import Linear
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lora import LoraLinear
 from loss import LossConfig
@@ -331,6 +332,19 @@ def test_the_copy_for_the_sampler_has_its_module_names(fixture, prefix, request,
         {name.replace(start, start + prefix): weight for name, weight in own.items()}, served, rtol=0, atol=0
     )
     torch.testing.assert_close(policy.state()["adapter_model"], own, rtol=0, atol=0)
+
+
+def test_the_logarithms_of_decays_are_as_exact_as_the_checkpoint_has_them(tiny_base, tmp_path):
+    """Qwen3.5 stores them in float32, and vLLM keeps them so."""
+    shutil.copytree(tiny_base, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    exact = {name: weight.float() + 1e-4 for name, weight in weights.items() if name.endswith(".A_log")}
+    save_file(weights | exact, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = dict(Policy(PolicyConfig(base_model=str(tmp_path)), seed=0).model.get_base_model().named_parameters())
+    assert len(exact) == 3
+    assert all(torch.equal(loaded[name], weight) for name, weight in exact.items())
+    frozen = {name: p.dtype for name, p in loaded.items() if ".lora_" not in name and name not in exact}
+    assert set(frozen.values()) == {torch.bfloat16}
 
 
 def test_an_adapter_says_which_revision_of_its_base_it_belongs_to(tiny_base, tmp_path):

@@ -213,7 +213,7 @@ step = Policy._step
 def until_the_terminal_is_gone(*arguments):
     result = step(*arguments)
     Path("moved").touch()
-    while signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+    while signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         time.sleep(0.01)
     return result
 if __name__ == "__main__":
