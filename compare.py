@@ -51,8 +51,8 @@ class MatchedRun:
 def read_matched_runs(folders: Sequence[Path]) -> dict[str, list[MatchedRun]]:
     """Return the runs by algorithm, with what of it was changed, in the order of their seeds.
 
-    ValueError unless all have the same settings but for objective and seed, the same number of steps, evaluations
-    of the same problems, and every algorithm has the same seeds.
+    ValueError unless all have the same settings but for objective and seed, the same number of steps, and every
+    algorithm has the same seeds.
     """
     runs: dict[str, list[MatchedRun]] = {}
     shared: tuple[Path, dict[str, Any]] | None = None
@@ -60,10 +60,10 @@ def read_matched_runs(folders: Sequence[Path]) -> dict[str, list[MatchedRun]]:
         try:
             record = json.loads((folder / "config.json").read_text())
             label, seed = _label(LossConfig(**record["settings"]["loss"])), record["settings"]["seed"]
-            common = {k: v for k, v in comparable(record).items() if k not in ("seed", "run_name")}
+            common = comparable(record)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} is not the folder of a run ({error})") from error
-        common = {name: value for name, value in common.items() if not name.startswith("loss/")}
+        common = {k: v for k, v in common.items() if k not in ("seed", "run_name") and not k.startswith("loss/")}
         metrics = read_metrics(folder)
         common |= {"steps taken": len(metrics["step"])}
         shared = shared or (folder, common)
@@ -93,10 +93,9 @@ def _common_step(runs: dict[str, list[MatchedRun]]) -> int | None:
     steps = set.intersection(*(set(run.evaluations) for run in every))
     if not steps:
         return None
-    first, *others = every
-    measured, step = first.evaluations[max(steps)].header, max(steps)
-    for run in others:
-        header = run.evaluations[step].header
+    step = max(steps)
+    (first, measured), *others = ((run, run.evaluations[step].header) for run in every)
+    for run, header in others:
         if (header.dataset_sha256, header.sampling) != (measured.dataset_sha256, measured.sampling):
             raise ValueError(
                 f"{first.folder} and {run.folder} cannot be compared: step {step} was evaluated on other problems, "
