@@ -378,7 +378,7 @@ def analyse(config: AnalyseConfig) -> list[Path]:
     if not evaluations and (config.report or not metrics):
         raise ValueError(f"there is no finished evaluation in {results}; `python eval.py` makes one")
     summaries = [summarise(evaluation) for evaluation in evaluations]
-    algorithm = _algorithm(results.parent)
+    algorithm = _algorithm(results.resolve().parent) or (_algorithm(config.runs[0]) if config.runs else None)
     output = config.output or (config.runs[0] if config.runs else results) / "figures" / "results.png"
     figures: dict[str, Figure] = {}
     if summaries:

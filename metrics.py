@@ -450,12 +450,14 @@ class MetricsLog:
                 (kept if json.loads(line)["step"] <= step else replaced).append(line + "\n")
             except ValueError:  # the half-written last line of a killed run, or the end of the file
                 break
-        if replaced:
-            folder = self._path.parent / "replaced"
-            folder.mkdir(exist_ok=True)
-            with (folder / self._path.name).open("a") as file:
-                file.writelines(replaced)
-        write_whole(self._path, "".join(kept))
+        target = self._path.parent / "replaced" / self._path.name
+        with writing(self._path):
+            if replaced:
+                target.parent.mkdir(exist_ok=True)
+                earlier = target.read_text().splitlines(keepends=True) if target.exists() else []
+                if earlier[-len(replaced) :] != replaced:  # after a kill between these two writings
+                    write_whole(target, "".join(earlier + replaced))
+            write_whole(self._path, "".join(kept))
 
 
 def _finish(run: Any, state: str) -> None:

@@ -252,8 +252,8 @@ class Policy:
             temperature: the sampler's; log-probabilities are of the distribution that was sampled from.
             ranks: that update the same policy together, each with a copy.
         """
-        # On Hopper flash-linear-attention prefers TileLang, which compiles against CUDA headers that need not fit.
-        # Triton's gradients, wrong there at one time, are right since 3.7.1; it refuses to run with earlier ones.
+        # On Hopper flash-linear-attention prefers TileLang where it can compile, against CUDA headers that need not
+        # fit. Triton's gradients, wrong there from 3.4 on, are right since 3.7.1; with those between it refuses.
         os.environ.setdefault("FLA_TILELANG", "0")
         import torch
         from peft import LoraConfig, get_peft_model

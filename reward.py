@@ -160,7 +160,7 @@ _REWRITES = [
         (r" {2,}", " "),
         (
             r"(?<=\d)[\s_({]*(?:\\text\{[\s(]*)?(?i:(?:in )?base)[\s}-]*(\d{1,2})[\s{}).]*$",
-            r"_{\1}",
+            lambda match: _in_base(match),
         ),
         (r"(?<=\d)_\s*(?:\{\s*\((\d{1,2})\)\s*\}|\((\d{1,2})\))", r"_{\1\2}"),
     ]
@@ -196,6 +196,13 @@ def _repeating(whole: str, fixed: str, period: str) -> str:
     return rf"\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
 
+def _in_base(match: re.Match[str]) -> str:
+    """2003 (base 6) as 2003_{6}, with the brackets behind it that were opened before it."""
+    closing = re.sub(r"[^)}]", "", match[0])
+    opened_before = max(0, len(closing) - len(re.sub(r"[^({]", "", match[0])))
+    return f"_{{{match[1]}}}" + closing[len(closing) - opened_before :]
+
+
 _ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 _ONES = [*_ONES.split(), "seventeen", "eighteen", "nineteen"]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
@@ -215,9 +222,10 @@ _HEDGE = re.compile(
 )
 # Behind a number, what makes another one of it, though it looks like a unit.
 _MULTIPLE = re.compile(
-    r"(?<![A-Za-z\\])(?:pi|lakhs?|crores?|gross|hundreds|thousands|[a-z]{1,9}illions|dozens|halves|thirds?"
-    r"|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,6}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,9}illion)ths?"
-    rf"|(?:root|radical|choose|point|power)[\s}}]+(?:{'|'.join(_ONES + _TENS)}))(?![A-Za-z])"
+    r"(?<![A-Za-z\\])(?:pi|lakhs?|crores?|gross|hundreds|thousands|[a-z]{1,9}illions|dozens|halves|choose"
+    r"|(?:third|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,6}teen|[a-z]{3,5}tie|hundred|thousand"
+    r"|[a-z]{1,9}illion)th)(?:s|(?=[\s}]*$)))(?![A-Za-z])"
+    rf"|(?<![A-Za-z\\])(?:root|radical|point|power)(?: of)?[\s}}]+(?:oh|{'|'.join(_ONES + _TENS)})"
     r"|(?-i:\{\s*[ei]\s*\}*$)|分之|次方|阶乘|(?:平方|立方)根?$",
     re.IGNORECASE,
 )

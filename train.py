@@ -396,7 +396,7 @@ class Interrupts:
         for other in self._before:  # a terminal that closes hangs up twice, by its shell and by the kernel
             signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
         with suppress(OSError):  # the terminal may be gone
-            os.write(sys.stderr.fileno(), b"\nstopping; the same again ends it at once\n")
+            os.write(sys.stderr.fileno(), b"\nstopping; Ctrl-C or SIGTERM ends it at once now\n")
         if not self.holding:
             raise KeyboardInterrupt
 
@@ -677,16 +677,17 @@ def main() -> None:
             ranks.report(words)
             say(words)
         else:
-            error.add_note(
-                _how_to_go_on(config.folder, ranks) if begun else "before the first step; nothing is lost"
-            )
+            if not begun:
+                error.add_note("before the first step; nothing is lost")
+            elif ranks.is_main:
+                error.add_note(_how_to_go_on(config.folder, ranks))
             ranks.report(traceback.format_exc())
             raise
         sys.exit(1 if begun else 2)
 
 
 def _how_to_go_on(folder: Path, ranks: Ranks) -> str:
-    if ranks.is_main and not has_begun(folder):
+    if not has_begun(folder):
         return f"before the first step; nothing is lost, and {folder} may be started anew, with other settings too"
     pairs = pairwise(["", *sys.argv])
     words = [

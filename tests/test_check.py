@@ -16,7 +16,6 @@ from reward import Grader
 from rollout import Sampler, SamplerConfig, SamplingConfig, collect_groups, load_tokenizer
 from tiny import sums
 
-NO_END = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ 'A' if add_generation_prompt }}"
 SAMPLING = SamplingConfig(group_size=8, max_tokens=48)
 LOSS = LossConfig()
 
@@ -238,10 +237,6 @@ def test_the_reference_rule_equals_its_definition_on_one_head_of_size_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"chat_template": NO_END},
-            r"the chat template ends an answer with '\\n', and the sampler stops at \[",
-        ),
         ({"chat_template": "{{ messages[0].content }}<|im_end|>"}, "ends a prompt with the end token"),
     ],
 )
@@ -253,7 +248,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(run, tiny_base, chan
         self_check(run.policy, run.sampler, tokenizer, sums(seed=0), SAMPLING, adapter=run.folder)
 
 
-def test_the_end_of_an_answer_may_be_the_tokenizers_or_the_generation_configs(run, tiny_base):
+def test_the_end_of_an_answer_may_be_the_tokenizers_or_the_generation_configs(run, tiny_base, capsys):
     """Qwen3.5 has no generation config, and its model config names another token than its chat template writes."""
 
     def verdict(declared):
@@ -263,11 +258,21 @@ def test_the_end_of_an_answer_may_be_the_tokenizers_or_the_generation_configs(ru
 
     tokenizer = load_tokenizer(str(tiny_base))
     end = tokenizer.eos_token_id
-    assert verdict(0) == verdict(None) == f"'<|im_end|>' ({end}) ends an answer, and the sampler stops at it"
+    ends = "by the chat template an answer ends with '<|im_end|>'; the sampler stops at"
+    assert verdict(None) == f"{ends} '<|im_end|>'"
+    assert verdict(0) == f"{ends} '<|endoftext|>' and '<|im_end|>'"
     tokenizer.eos_token = "<|endoftext|>"
-    assert verdict([0, end]) == f"'<|im_end|>' ({end}) ends an answer, and the sampler stops at it"
-    with pytest.raises(CheckError, match="completions would run on to their limit"):
-        verdict(0)
+    assert verdict([0, end]) == f"{ends} '<|endoftext|>' and '<|im_end|>'"
+    assert not capsys.readouterr().out
+    assert verdict(0) == f"{ends} '<|endoftext|>'"
+    assert (
+        "warning: by the chat template an answer ends with '<|im_end|>', but the sampler" in capsys.readouterr().out
+    )
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert verdict(0) == "the chat template does not say how an answer ends; the sampler stops at '<|endoftext|>'"
+    tokenizer.eos_token = None
+    with pytest.raises(CheckError, match="neither tokenizer nor model has an end token"):
+        verdict(None)
 
 
 def test_a_tokenizer_that_loses_text_is_refused(run):
