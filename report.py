@@ -376,9 +376,8 @@ def _training(metrics: dict[str, dict[str, Floats]]) -> Iterator[str]:
 def published_rows(evaluation: Evaluation, algorithm: str | None) -> tuple[Published, ...]:
     """Return the rows that are of this measurement: all, the base's where another algorithm trained, or none.
 
-    An algorithm that is not known is taken to be theirs.
-    The chapter's is of its base model on the 30 AIME25 problems, 12 completions of at most 8,192 tokens each, drawn
-    at temperature 1 from the whole distribution.
+    Theirs is of their base model on the 30 AIME25 problems, 12 completions of at most 8,192 tokens each, drawn at
+    temperature 1 from the whole distribution. An algorithm that is not known is taken to be theirs, GSPO.
     """
     header = evaluation.header
     theirs = SamplingConfig(group_size=12, max_tokens=8192, max_prompt_tokens=header.sampling.max_prompt_tokens)
