@@ -2,19 +2,21 @@
 
 A file is JSON Lines in UTF-8, one object a line with the non-empty strings `id`, `question` and `answer`.
 Lines end at "\\n" only: hundreds of DAPO's questions contain U+000C and its like, at which `str.splitlines`
-would cut a record in two. Texts are kept to the character; nothing is stripped or normalised here.
+would cut a record in two. On disk texts are kept to the character.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class DataError(ValueError):
@@ -29,13 +31,106 @@ class Problem:
     question: str
     answer: str
 
-    def __post_init__(self) -> None:  # noqa: D105
+    def __post_init__(self) -> None:
         for field in fields(self):
             text = getattr(self, field.name)
             if not isinstance(text, str) or not text.strip():
                 raise DataError(f"{field.name} must be a non-empty string, not {text!r}")
             if re.search("[\ud800-\udfff]", text):
                 raise DataError(f"{field.name} contains half of a surrogate pair, which UTF-8 cannot store")
+
+
+Verdict = Literal["correct", "wrong", "no_box", "unclosed", "unparsed", "timeout", "crash"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer of T tokens."""
+
+    token_ids: list[int]  # [T], with the end token when finish_reason is "stop"
+    logprobs: list[float]  # [T] nats, under the sampler's distribution
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+    def __post_init__(self) -> None:
+        """Check once, where completions enter, that every token has a finite logprob."""
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} tokens came with {len(self.logprobs)} logprobs")
+        if not all(map(math.isfinite, self.logprobs)):
+            raise ValueError("the sampler returned a logprob that is not finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What one completion earned, and why.
+
+    `verdict` is `correct`, `wrong`, `no_box` (none, or only empty and placeholder ones), `unclosed` (a box, or the
+    thinking, was still open at the end), `unparsed` (the box holds no single finished answer that can be read),
+    `timeout` (the comparison took too long) or `crash` (the worker died). `answer` is what the box holds.
+    """
+
+    reward: float
+    answer: str | None
+    verdict: Verdict
+    chapter_correct: bool | None = None
+    """What the chapter's own code would say; None where that has no say or the comparison did not end."""
+    chapter_formatted: bool | None = None
+    r"""Whether any complete `\boxed{...}` is there, which is the chapter's format."""
+
+    @property
+    def correct(self) -> bool:
+        """The answer is right."""
+        return self.reward == 1
+
+    @property
+    def formatted(self) -> bool:
+        """The last box that was opened is complete and not a placeholder."""
+        return self.answer is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The G completions of one problem in one step."""
+
+    problem: Problem
+    prompt_ids: list[int]  # [P]
+    completions: list[Completion]  # [G]
+    scores: list[Score]  # [G]
+    advantages: list[float]  # [G]
+    policy_version: int
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether all rewards agree, so that the group teaches nothing."""
+        return not any(self.advantages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """A sequence to train on: a prompt, its completion of T tokens, and the completion's advantage."""
+
+    token_ids: list[int]  # [P + T]
+    sampling_logprobs: list[float]  # [T] nats
+    advantage: float
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """T, the end token included."""
+        return len(self.sampling_logprobs)
+
+
+def training_data(groups: Iterable[Group], *, degenerate: bool = False) -> list[Datum]:
+    """Return the sequences to train on; those of degenerate groups, which teach nothing, only on demand."""
+    return [
+        Datum(
+            token_ids=group.prompt_ids + completion.token_ids,
+            sampling_logprobs=completion.logprobs,
+            advantage=advantage,
+        )
+        for group in groups
+        if degenerate or not group.degenerate
+        for completion, advantage in zip(group.completions, group.advantages, strict=True)
+    ]
 
 
 def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
@@ -96,33 +191,59 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class ProblemStream:
-    """Deals the problems out without end; `num_taken`, the count dealt so far, is its whole state.
+def sha256(path: Path) -> str:
+    """Return the hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    Epoch 0 keeps the order given: prepare_data.py has shuffled the file already, so what a short run trained
-    on can be read off the top of it. Epoch e > 0 is a shuffle of that order by random.Random(f"{seed}/{e}").
-    Each problem comes once an epoch, and the same problems, seed and num_taken always continue alike.
+
+def require_at_least_one(config: object, *names: str) -> None:
+    """Raise ValueError for the first of these fields of a config that is below 1; None is let through."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def sampling_seed(*parts: object) -> int:
+    """Return a 63-bit seed that depends on every part and on nothing else."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def training_order(problems: Sequence[Problem], *, seed: int) -> list[Problem]:
+    """Return all problems in the order in which a run meets them, texts stripped, as the chapter's code does it.
+
+    What leaves problems out comes afterwards: a shuffle of a shorter list is another order.
+    """
+    stripped = [replace(p, question=p.question.strip(), answer=p.answer.strip()) for p in problems]
+    random.Random(seed).shuffle(stripped)
+    return stripped
+
+
+def questions_sha256(problems: Iterable[Problem]) -> str:
+    """Return the hash of the questions in this order, joined by NUL."""
+    return hashlib.sha256("\0".join(problem.question for problem in problems).encode()).hexdigest()
+
+
+class ProblemStream:
+    """Deals the problems out in their order, and again in the same order when all have been taken.
+
+    `num_taken`, the count dealt so far, is its whole state.
     """
 
-    def __init__(self, problems: Sequence[Problem], *, seed: int, num_taken: int = 0) -> None:
+    def __init__(self, problems: Sequence[Problem], *, num_taken: int = 0) -> None:
         """Raise DataError when there is nothing to deal, ValueError for a negative num_taken."""
         if not problems:
             raise DataError("there are no problems to deal out")
         if num_taken < 0:
             raise ValueError(f"num_taken must be at least 0, not {num_taken}")
         self.num_taken = num_taken
-        self._problems, self._seed = tuple(problems), seed
+        self._problems = tuple(problems)
 
     def take(self, count: int) -> list[Problem]:
-        """Deal the next `count` problems, over as many epochs as it takes; raises ValueError below 1."""
+        """Deal the next `count` problems; raises ValueError below 1."""
         if count < 1:
             raise ValueError(f"the number of problems to take must be at least 1, not {count}")
-        taken: list[Problem] = []
-        while len(taken) < count:
-            epoch, position = divmod(self.num_taken + len(taken), len(self._problems))
-            order = list(self._problems)
-            if epoch:
-                random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            taken += order[position : position + count - len(taken)]
-        self.num_taken += count
-        return taken
+        start, self.num_taken = self.num_taken, self.num_taken + count
+        return [self._problems[number % len(self._problems)] for number in range(start, self.num_taken)]

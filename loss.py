@@ -13,6 +13,8 @@ Letters: B sequences, L padded length. Column t of a [B, L-1] tensor speaks of t
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -70,7 +72,7 @@ PRESETS: dict[Algorithm, Objective] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """The objective, whose likelihoods are the old policy's, and how many steps a rollout batch is used for."""
+    """The objective, the ratio's denominator, and the number of optimizer steps per rollout batch."""
 
     algorithm: Algorithm = "gspo"
     ratio: Ratio | None = None
@@ -108,8 +110,21 @@ class LossConfig:
         return replace(PRESETS[self.algorithm], **overrides)
 
 
+def group_advantages(rewards: Sequence[float], *, divide_by_std: bool = True) -> list[float]:
+    """Return (r - mean) / (sample standard deviation + 1e-8) of each reward; all 0 when rewards agree.
+
+    GSPO paper, arXiv:2507.18071, equation 6; the sample (n - 1) form is the chapter's. Without the division it is
+    Dr. GRPO's advantage, arXiv:2503.20783.
+    """
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    mean = statistics.fmean(rewards)
+    scale = statistics.stdev(rewards) + 1e-8 if divide_by_std else 1.0
+    return [(reward - mean) / scale for reward in rewards]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTotals:
+class Denominators:
     """What an average divides by: counts over all sequences of an optimizer step, degenerate groups included."""
 
     num_sequences: int
@@ -117,6 +132,11 @@ class StepTotals:
     """Completion tokens."""
     max_tokens: int
     """The longest completion that sampling allows: Dr. GRPO's constant."""
+
+    @classmethod
+    def of(cls, completion_lengths: Sequence[int], *, max_tokens: int) -> Denominators:
+        """Count all completions of the step, given their lengths in tokens."""
+        return cls(num_sequences=len(completion_lengths), num_tokens=sum(completion_lengths), max_tokens=max_tokens)
 
 
 def mismatch_weights(
@@ -141,6 +161,7 @@ class LossOutput:
 
     loss: Tensor  # []
     clipped: Tensor  # [B, L-1] bool: completion tokens whose gradient the clip took away
+    log_ratios: Tensor  # [B] nats: log of each sequence's ratio, whatever ratio the objective uses; detached
 
 
 def sequence_log_ratios(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -164,7 +185,7 @@ def policy_loss(
     advantages: Tensor,
     *,
     objective: Objective,
-    totals: StepTotals,
+    denominators: Denominators,
     weights: Tensor | None = None,
 ) -> LossOutput:
     """Return -average(min(r A, clip(r) A)) for the objective's ratio r and average.
@@ -175,7 +196,7 @@ def policy_loss(
         mask: [B, L-1] bool, True on completion tokens; every row has at least one.
         advantages: one a sequence, [B].
         objective: ratio, clip range, average.
-        totals: the denominators; of the whole step, not of this batch.
+        denominators: of the whole step, not of this batch.
         weights: importance weights that multiply the objective, [B, 1] or [B, L-1].
     """
     if objective.ratio == "token":
@@ -192,11 +213,38 @@ def policy_loss(
     values = gains.minimum(clipped_gains) if weights is None else gains.minimum(clipped_gains) * weights
 
     if values.shape[-1] == 1:  # one a sequence
-        total = values.sum() / totals.num_sequences
+        total = values.sum() / denominators.num_sequences
     elif objective.average == "sequences":
-        total = (values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1)).sum() / totals.num_sequences
+        total = (values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1)).sum() / denominators.num_sequences
     elif objective.average == "tokens":
-        total = values.masked_fill(~mask, 0.0).sum() / totals.num_tokens
+        total = values.masked_fill(~mask, 0.0).sum() / denominators.num_tokens
     else:
-        total = values.masked_fill(~mask, 0.0).sum() / (totals.num_sequences * totals.max_tokens)
-    return LossOutput(loss=-total, clipped=(clipped_gains < gains) & mask)
+        total = values.masked_fill(~mask, 0.0).sum() / (denominators.num_sequences * denominators.max_tokens)
+    return LossOutput(
+        loss=-total,
+        clipped=(clipped_gains < gains) & mask,
+        log_ratios=sequence_log_ratios(policy_logprobs.detach(), old_logprobs, mask),
+    )
+
+
+LossFunction = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], LossOutput]
+"""(logprobs, old_logprobs, sampling_logprobs, mask, each [B, L-1], advantages [B]) -> loss of one micro-batch."""
+
+
+def make_loss(config: LossConfig, denominators: Denominators) -> LossFunction:
+    """Return the loss of an optimizer step, to be summed over its micro-batches."""
+
+    def loss(
+        logprobs: Tensor, old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, advantages: Tensor
+    ) -> LossOutput:
+        return policy_loss(
+            logprobs,
+            old_logprobs if config.old_logprobs == "policy" else sampling_logprobs,
+            mask,
+            advantages,
+            objective=config.objective,
+            denominators=denominators,
+            weights=mismatch_weights(config.mismatch_weight, old_logprobs, sampling_logprobs, mask),
+        )
+
+    return loss
