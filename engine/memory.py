@@ -1,17 +1,22 @@
 """What a run needs, from the model's config alone: memory on a GPU, and what to set so that it fits.
 
-What a reader could get wrong: these are estimates, made before any weights are loaded; the rehearsal at the start
-of a run (`rehearse`) is the proof. GB are 1e9 bytes.
+What a reader could get wrong: these are estimates, made before any weights are loaded; `memory_dry_run`, at the
+start of a run, is the proof. GB are 1e9 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from policy import CHECKPOINT_BYTES, PolicyConfig, adapted_layers, delta_layers
-from rollout import SamplingConfig
+from data import Datum
+from engine.batches import collate
+from engine.gate import CheckError
+from engine.model import adapted_layers, delta_layers
+from engine.policy import CHECKPOINT_BYTES, CPU_MICRO_BATCH_TOKENS, Policy, PolicyConfig
+from engine.sampler import Sampler, SamplingConfig
+from loss import LossFunction
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +56,17 @@ class Needs:
     def sampler(self, num_sequences: int, length: int) -> float:
         """Return what the sampler holds for so many sequences of `length` tokens at once."""
         return self.base_weights + ENGINE_BYTES + num_sequences * (self.sequence_states + length * self.token_cache)
+
+
+def bytes_on_disk(settings: dict[str, Any], num_adapter_parameters: int, *, after_step: int) -> int:
+    """Return the most that the remaining steps write: rollouts, and checkpoints, for a moment one more."""
+    steps = max(0, settings["max_steps"] - after_step)
+    num_checkpoints = -(-steps // (settings["save_every"] or settings["max_steps"]))
+    num_checkpoints = min(num_checkpoints, settings["keep_checkpoints"] or num_checkpoints)
+    sampling = settings["sampling"]
+    num_tokens = steps * settings["groups_per_step"] * sampling["group_size"] * sampling["max_tokens"]
+    token = 4 + 8 + 8 if settings["save_rollouts"] == "all" else 0  # its id, log-probability and text
+    return (num_checkpoints + 1) * CHECKPOINT_BYTES * num_adapter_parameters + num_tokens * token
 
 
 def model_needs(config: PolicyConfig) -> Needs:
@@ -130,8 +146,8 @@ def plan_for(
         num_sequences: that are sampled in a step.
         gpu_bytes: of the card.
         free_bytes: where others have some of the card, what is left.
-        sleep: True or False leaves no choice.
-        sampler_bytes: leaves no choice either.
+        sleep: a fixed value; None lets the planner choose.
+        sampler_bytes: likewise.
     """
     longest = sampling.max_prompt_tokens + sampling.max_tokens
     usable = USABLE * (gpu_bytes if free_bytes is None else free_bytes)
@@ -145,6 +161,45 @@ def plan_for(
                 tokens = max(required, tokens // 1024 * 1024)
                 return Plan(gpu_bytes=gpu_bytes, sampler_bytes=sampler, sleep=asleep, micro_batch_tokens=tokens)
     return None
+
+
+def settings_here(
+    needs: Needs,
+    sampling: SamplingConfig,
+    *,
+    num_sequences: int,
+    micro_batch_tokens: int | None,
+    memory_fraction: float | None,
+    sleep: Literal["auto", "on", "off"],
+) -> tuple[int, float | None, Literal["on", "off"]]:
+    """Return micro-batch tokens, vLLM's share of the GPU and whether the sampler sleeps during the update.
+
+    Each is as given or, if left to the machine, what suits its GPU. ValueError when the run does not fit.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return micro_batch_tokens or CPU_MICRO_BATCH_TOKENS, memory_fraction, "off"
+    free_bytes, gpu_bytes = map(float, torch.cuda.mem_get_info())
+    plan = plan_for(
+        needs,
+        sampling,
+        num_sequences=num_sequences,
+        gpu_bytes=gpu_bytes,
+        free_bytes=free_bytes,
+        sleep=None if sleep == "auto" else sleep == "on",
+        sampler_bytes=memory_fraction * gpu_bytes if memory_fraction else None,
+    )
+    if plan:
+        micro_batch_tokens = micro_batch_tokens or plan.micro_batch_tokens
+        memory_fraction = memory_fraction or plan.sampler_memory_fraction
+        sleep = "on" if plan.sleep else "off"
+    if not (memory_fraction and micro_batch_tokens):
+        raise ValueError(
+            f"by the plan, this run does not fit into the {free_bytes / 1e9:.0f} GB that are free (see --plan); to "
+            "try all the same, give --sampler-memory-fraction and --micro-batch-tokens"
+        )
+    return micro_batch_tokens, memory_fraction, "on" if sleep == "on" else "off"
 
 
 def describe(needs: Needs, sampling: SamplingConfig, *, num_sequences: int, cards: Sequence[float]) -> str:
@@ -175,8 +230,50 @@ def describe(needs: Needs, sampling: SamplingConfig, *, num_sequences: int, card
     return "\n".join(lines)
 
 
-def bytes_on_disk(needs: Needs, *, num_checkpoints: int, num_rollout_tokens: int) -> int:
-    """Return the most that a run can write: its checkpoints, one of them twice for a moment, and its rollouts."""
-    token = 4 + 8 + 8  # its id, log-probability and text
-    checkpoint = CHECKPOINT_BYTES * needs.num_adapter_parameters
-    return (num_checkpoints + 1) * checkpoint + num_rollout_tokens * token
+def memory_dry_run(
+    policy: Policy,
+    sampler: Sampler,
+    words: list[int],
+    sampling: SamplingConfig,
+    loss: LossFunction,
+    *,
+    num_sequences: int,
+) -> None:
+    """Read the longest prompts, and form the gradients of the largest micro-batches that a run allows.
+
+    What would run out of memory at some step does so here; weights and optimizer stay as they are. The sampler's
+    caches need no dry run: vLLM takes them whole at its start. CheckError where one sequence alone is too much.
+
+    Args:
+        policy: trains.
+        sampler: samples, and sleeps meanwhile if it may.
+        words: some token ids, which are repeated.
+        sampling: the lengths.
+        loss: of any objective.
+        num_sequences: that are sampled in a step.
+    """
+    import torch
+
+    prompt = (words * sampling.max_prompt_tokens)[: sampling.max_prompt_tokens]
+
+    def sequence(length: int) -> Datum:
+        tokens = max(1, length - len(prompt))
+        token_ids = prompt[: max(1, length - tokens)] + (words * tokens)[:tokens]
+        return Datum(token_ids=token_ids, sampling_logprobs=[-1.0] * tokens, advantage=1.0)
+
+    longest = sampling.max_prompt_tokens + sampling.max_tokens
+    filling = policy.micro_batch_tokens // -(-policy.micro_batch_tokens // longest)  # a batch of these is full
+    with torch.random.fork_rng():
+        for _ in sampler.stream([prompt] * num_sequences, replace(sampling, max_tokens=1), [[0]] * num_sequences):
+            pass
+        sampler.sleep()
+        for length in {longest, max(2, filling)}:
+            count = min(num_sequences, max(1, policy.micro_batch_tokens // length))
+            try:
+                policy.dry_run(collate([sequence(length)] * count), loss)
+            except torch.OutOfMemoryError as error:
+                raise CheckError(
+                    f"one sequence of {length} tokens does not fit into memory for training ({error}); lower "
+                    "--max-tokens or --sampler-memory-fraction, or give --sampler-sleep on"
+                ) from error
+        sampler.wake()

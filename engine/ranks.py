@@ -48,7 +48,7 @@ class Ranks:
         local_rank: int = 0,
         local_world_size: int = 1,
     ) -> None:
-        """Be one of `world_size`, in a process group if launched; `local_*` count on this machine. See `join`."""
+        """Be one of `world_size`, in a process group if launched; `local_*` count on this machine. See `init`."""
         self.rank, self.world_size, self._group = rank, world_size, group
         self._local_rank, self._local_world_size = local_rank, local_world_size
         self.launcher = "python"
@@ -56,8 +56,8 @@ class Ranks:
         self._error_file: str | None = None
 
     @classmethod
-    def join(cls) -> Ranks:
-        """Meet the others that `torchrun` started.
+    def init(cls) -> Ranks:
+        """Connect to the other processes that `torchrun` started.
 
         The launcher's variables are then taken out of the environment: an engine would take them for its own.
         """
@@ -91,7 +91,7 @@ class Ranks:
         if self._group is not None:
             if exc_type is None:
                 with suppress(RankError):  # whoever cannot be waited for has failed after its work was done
-                    self.gather(None)
+                    self.all_gather(None)
             self._group = None  # closes the connections, from which the others learn of it
 
     def take_a_gpu(self) -> None:
@@ -109,16 +109,16 @@ class Ranks:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[self._local_rank].strip()
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
+    def shard(self, items: Sequence[T]) -> Sequence[T]:
         """Return this rank's part of what all hold: every `world_size`-th item."""
         return items[self.rank :: self.world_size]
 
-    def gather_shares(self, share: Sequence[T]) -> list[T]:
-        """Return all items, in their order, from the parts that `share` dealt out."""
-        parts = self.gather(share)
+    def unshard(self, shard: Sequence[T]) -> list[T]:
+        """Return all items, in their order, from the shards of all ranks."""
+        parts = self.all_gather(shard)
         return [parts[n % len(parts)][n // len(parts)] for n in range(sum(map(len, parts)))]
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in the order of ranks."""
         if self._group is None:
             return [value]
@@ -129,6 +129,10 @@ class Ranks:
         longest = int(max(sizes))
         parts = self._all(torch.cat([data, data.new_zeros(longest - len(data))]))
         return [_unpickled(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    def agree(self, value: object) -> bool:
+        """Return whether all ranks hold the same value."""
+        return len(set(self.all_gather(value))) == 1
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value, whatever the others gave."""
@@ -143,7 +147,7 @@ class Ranks:
         self._wait("broadcast", data, 0)
         return value if self.is_main else _unpickled(data)
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, to the bit the same on all of them.
 
         The tensors travel as one, in the dtype that they share.
@@ -175,7 +179,7 @@ class Ranks:
             Path(self._error_file).write_text(text)
 
     def give_way(self) -> None:
-        """Let the launcher see first who failed first, and be ended by it, or return after a while."""
+        """Wait, so that the launcher sees which rank failed first and ends this one; return after a while."""
         time.sleep(GIVE_WAY_SECONDS)
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
