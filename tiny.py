@@ -1,9 +1,9 @@
 """The whole chapter in miniature, on any machine: build a tiny base model, then prepare, train, evaluate, analyse.
 
-The base is a 1 M-parameter Qwen3.5 (three gated-delta-net layers to one attention layer) that this script
-teaches, by supervised steps, to add well and to answer carelessly: often without a box, often rambling, sometimes
-past the length limit, sometimes with a slip. Training then has something to select. Nothing is stubbed: vLLM
-samples, PEFT trains, the grader grades, and every script runs as its own command, which is printed.
+The base is a 1 M-parameter Qwen3.5 (three gated-delta-net layers, one attention layer). Supervised steps teach it
+to add well and to answer carelessly: often without a box, often rambling, sometimes past the length limit,
+sometimes with a slip. Training then has something to select. vLLM samples, PEFT trains, the grader grades, and
+every script runs as its own command, which is printed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Any
 
 import tyro
 
-from data import Problem, write_problems
+from data import Problem, require_at_least_one, write_problems
 from loss import Algorithm
+from record.cli import Command, run_command
+from record.disk import writing
+from record.run import Run
 from rollout import INSTRUCTION, encode_prompt
 
-HERE = Path(__file__).parent
-RUNNING: list[subprocess.Popen | None] = []
-"""The script that is running, if one is; None while it is being started."""
-EARLY: list[int] = []
-"""Signals that came in that moment."""
+SUITE = Path(__file__).parent
+FOLDER = Path("runs/tiny")
+"""Where the base model, the data and the run are kept."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -40,43 +41,27 @@ MUSINGS = ["Let me think.", "Hmm, let me see.", "Wait, I should check that.", "O
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyConfig:
-    """The miniature; interrupted, it continues where it was."""
+    """The miniature; the same command continues an interrupted one, and starts a finished one again."""
 
     steps: int = 100
     """Training steps of 8 prompts x 8 completions."""
-    vision: bool = False
-    """Wrap the model as a vision-and-text checkpoint, as the published Qwen3.5-4B is, under runs/tiny-vision."""
-    keep: bool = False
-    """Keep the base model of a finished miniature; without it a finished one starts again from nothing."""
     compare: tuple[Algorithm, ...] = ()
     """Instead train each of these algorithms on the same seeds, and compare them."""
     seeds: int = 3
     """With --compare: runs an algorithm, of seeds seed, seed + 1, ..."""
-    teaching_steps: int = 300
-    """Supervised steps that the base is taught for."""
     seed: int = 42
 
     def __post_init__(self) -> None:
-        """Refuse a miniature without steps, and a comparison of one."""
-        for name in ("steps", "seeds", "teaching_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        """Raise ValueError for a miniature without steps, and a comparison of one."""
+        require_at_least_one(self, "steps", "seeds")
         if len(self.compare) == 1:
             raise ValueError(f"there is nothing to compare {self.compare[0]} with; name two algorithms")
-
-    @property
-    def folder(self) -> Path:
-        """Where the base model, the data and the run are kept."""
-        return Path("runs", "tiny-vision" if self.vision else "tiny")
 
 
 def sums(*, seed: int) -> list[Problem]:
     """Return the 100 sums of two one-digit numbers, shuffled."""
-    problems = [
-        Problem(id=f"sum-{a}-{b}", question=f"What is {a} + {b}?", answer=str(a + b))
-        for a in range(10)
-        for b in range(10)
-    ]
+    terms = [divmod(number, 10) for number in range(100)]
+    problems = [Problem(id=f"sum-{a}-{b}", question=f"What is {a} + {b}?", answer=str(a + b)) for a, b in terms]
     random.Random(seed).shuffle(problems)
     return problems
 
@@ -104,21 +89,14 @@ def build_tokenizer() -> Any:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    phrases = [
-        INSTRUCTION,
-        "user\nassistant\n",
-        r"What is 1 + 1? The answer is 1. 1 + 1 = 1, so \boxed{1}.",
-        *MUSINGS,
-    ]
-    tokenizer.train_from_iterator(
-        phrases * 2,
-        trainers.BpeTrainer(
-            vocab_size=384,
-            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
+    sentences = r"What is 1 + 1? The answer is 1. 1 + 1 = 1, so \boxed{1}."
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
+    tokenizer.train_from_iterator([INSTRUCTION, "user\nassistant\n", sentences, *MUSINGS] * 2, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -127,17 +105,17 @@ def build_tokenizer() -> Any:
     )
 
 
-def build_base(folder: Path, *, seed: int, steps: int, vision: bool = False) -> None:
-    """Teach a fresh tiny Qwen3.5 for some supervised steps and write it to `folder` as a bfloat16 checkpoint.
+def build_base(folder: Path, *, seed: int, steps: int) -> None:
+    """Teach a new tiny Qwen3.5 for `steps` supervised steps and write it to `folder` as a bfloat16 checkpoint.
 
-    Most of the first 60 % of the steps show concise right answers, so that the sums are learnt well; the rest
-    show the careless styles.
+    Three quarters of the first 60 % of the steps show concise right answers, so that the sums are learnt well;
+    the other steps show the careless styles.
     """
     import torch
     from tqdm import trange
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, logging
 
-    logging.set_verbosity_error()  # that there are faster kernels for GPUs
+    logging.set_verbosity_error()  # no advice on faster kernels for GPUs
     logging.disable_progress_bar()
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
@@ -173,8 +151,6 @@ def build_base(folder: Path, *, seed: int, steps: int, vision: bool = False) -> 
         optimizer.zero_grad()
         schedule.step()
         progress.set_postfix(loss=f"{loss.item():.3f}")
-    if vision:
-        model = _with_vision(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -189,141 +165,105 @@ def _lesson_batch(tokenizer: Any, lessons: list[tuple[Problem, str]]) -> dict[st
         completion = tokenizer(answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
         input_ids.append(torch.tensor(prompt + completion))
         labels.append(torch.tensor([-100] * len(prompt) + completion))
-    return {
-        "input_ids": pad_sequence(input_ids, batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-    }
+    labels = pad_sequence(labels, batch_first=True, padding_value=-100)
+    return {"input_ids": pad_sequence(input_ids, batch_first=True), "labels": labels}
 
 
-def _with_vision(text_model: Any) -> Any:
-    """Return the same language model behind a (random, unused) vision tower, as published Qwen3.5 models come."""
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    hidden_size = text_model.config.hidden_size
-    model = Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(
-            text_config=text_model.config.to_dict(),
-            vision_config={
-                "depth": 1,
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_heads": 1,
-                "out_hidden_size": hidden_size,
-                "num_position_embeddings": 16,
-            },
-            tie_word_embeddings=True,
-        )
-    )
-    model.model.language_model.load_state_dict(text_model.model.state_dict())
-    model.tie_weights()
-    return model
-
-
-def run(config: TinyConfig) -> None:
+def run(config: TinyConfig, command: Command) -> None:
     """Build what is missing, then run train.py, eval.py and analyse.py on it, each as its own command."""
-    folder = config.folder
-    if (folder / "figures" / "report.html").exists():
-        for path in folder.iterdir():
-            if path.name != "base" or not config.keep:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _build(config)
-    _train(config, folder, seed=config.seed)
-    _evaluate(config, folder)
-    _script("analyse.py", "--runs", folder, "--report")
-    _say_what_happened(folder, config.steps)
+    if (FOLDER / "figures/report.html").exists():
+        shutil.rmtree(FOLDER)
+    _build(config.seed)
+    _train(command, FOLDER, config.steps, config.seed)
+    _evaluate(command, FOLDER)
+    _script(command, "analyse.py", "--runs", FOLDER, "--report")
+    _print_changes(FOLDER, config.steps)
 
 
-def run_comparison(config: TinyConfig) -> None:
+def run_comparison(config: TinyConfig, command: Command) -> None:
     """Train every algorithm on every seed from the same base, evaluate the last checkpoints, and compare."""
-    _build(config)
+    _build(config.seed)
     runs = []
     for seed in range(config.seed, config.seed + config.seeds):
         for algorithm in config.compare:
-            runs.append(config.folder.with_name(f"{config.folder.name}-{algorithm}-{seed}"))
-            _train(config, runs[-1], "--algorithm", algorithm, "--save-every", config.steps, seed=seed)
-            _evaluate(config, runs[-1], "--steps", config.steps)
-    output = config.folder.with_name(f"{config.folder.name}-compare") / "compare.png"
-    _script("compare.py", "--runs", *runs, "--output", output)
+            runs.append(FOLDER.with_name(f"{FOLDER.name}-{algorithm}-{seed}"))
+            _train(command, runs[-1], config.steps, seed, "--algorithm", algorithm, "--save-every", config.steps)
+            _evaluate(command, runs[-1], "--steps", config.steps)
+    output = FOLDER.with_name(f"{FOLDER.name}-compare") / "compare.png"
+    _script(command, "compare.py", "--runs", *runs, "--output", output)
 
 
-def _build(config: TinyConfig) -> None:
-    base, data = config.folder / "base", config.folder / "data"
+def _build(seed: int) -> None:
+    base, data = FOLDER / "base", FOLDER / "data"
     if not base.exists():
-        unfinished = config.folder / "base.unfinished"
-        build_base(unfinished, seed=config.seed, steps=config.teaching_steps, vision=config.vision)
+        unfinished = FOLDER / "base.unfinished"
+        build_base(unfinished, seed=seed, steps=300)
         unfinished.rename(base)
-    problems = sums(seed=config.seed)
-    data.mkdir(exist_ok=True)
-    for name, chosen in {"test": problems[:30], "dev": problems[30:40], "train": problems[40:]}.items():
-        write_problems(data / f"{name}.jsonl", chosen)
+    problems = sums(seed=seed)
+    with writing(data):
+        data.mkdir(exist_ok=True)
+        for name, chosen in {"test": problems[:30], "dev": problems[30:40], "train": problems[40:]}.items():
+            write_problems(data / f"{name}.jsonl", chosen)
 
 
-def _train(config: TinyConfig, folder: Path, *extra: object, seed: int) -> None:
-    arguments = ["--base-model", config.folder / "base", "--data", config.folder / "data" / "train.jsonl"]
-    arguments += ["--run-name", folder.name, "--max-steps", config.steps, "--seed", seed]
+def _train(command: Command, folder: Path, steps: int, seed: int, *extra: object) -> None:
+    arguments = ["--base-model", FOLDER / "base", "--data", FOLDER / "data" / "train.jsonl"]
+    arguments += ["--run-name", folder.name, "--max-steps", steps, "--seed", seed]
     arguments += ["--max-prompt-tokens", 64, "--max-tokens", 64, "--learning-rate", "5e-4"]
     arguments += ["--swanlab-mode", "offline", *extra]
-    _script("train.py", *arguments, *(["--resume"] if (folder / "config.json").exists() else []))
+    _script(command, "train.py", *arguments, *(["--resume"] if Run(folder).config_path.exists() else []))
 
 
-def _evaluate(config: TinyConfig, folder: Path, *extra: object) -> None:
-    test = config.folder / "data" / "test.jsonl"
+def _evaluate(command: Command, folder: Path, *extra: object) -> None:
+    test = FOLDER / "data" / "test.jsonl"
     limits = ["--max-tokens", 128, "--max-num-seqs", 180]  # a decode step of 180 costs little more than of 64
-    _script("eval.py", "--run", folder, "--dataset-path", test, *limits, *extra)
+    _script(command, "eval.py", "--run", folder, "--dataset-path", test, *limits, *extra)
 
 
-def _script(name: str, *arguments: object) -> None:
+def _script(command: Command, name: str, *arguments: object) -> None:
+    """Run a script to its end; a signal is sent on to it once, and so is a second one, which ends it at once."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ python {name} {' '.join(words)}", flush=True)
-    # In a process group of its own, the script hears of a Ctrl-C once, from here, and has time to save.
-    RUNNING.append(None)
-    with subprocess.Popen([sys.executable, str(HERE / name), *words], process_group=0) as script:
-        RUNNING[0] = script
-        while EARLY:
-            script.send_signal(EARLY.pop())
+    command.interrupts.hold()  # until there is a process to send the signal to
+    # In a process group of its own, the script gets a terminal's Ctrl-C from here alone.
+    script = subprocess.Popen([sys.executable, str(SUITE / name), *words], process_group=0)
+    try:
+        command.interrupts.listen()  # polars has a handler of SIGINT, after which `wait` goes on
+        command.interrupts.release()
         status = script.wait()
-        RUNNING.clear()
-    if status < 0 or status > 128:
-        print("\ninterrupted: the same command continues")
+    except KeyboardInterrupt:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda signum, frame: script.send_signal(signum))
+        script.send_signal(command.interrupts.received or signal.SIGINT)
+        script.wait()
+        raise
     if status:
         sys.exit(status if status > 0 else 128 - status)
 
 
-def _pass_on(signum: int, frame: object) -> None:
-    """Hand a signal to the script that is running; with none, stop here."""
-    if not RUNNING:
-        raise KeyboardInterrupt
-    if RUNNING[0] is None:
-        EARLY.append(signum)
-    else:
-        RUNNING[0].send_signal(signum)
-
-
-def _say_what_happened(folder: Path, steps: int) -> None:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def _print_changes(folder: Path, steps: int) -> None:
+    lines = [json.loads(line) for line in Run(folder).metrics_path.read_text().splitlines()]
     first, last = lines[:10], lines[-10:]
     print(f"\nThe first and the last 10 of {steps} steps:")
     for name, key, form in [
         ("training reward", "reward/accuracy", "{:.1%}"),
         ("format rate", "reward/format_rate", "{:.1%}"),
-        ("completion tokens", "rollout/completion_tokens", "{:.1f}"),
+        ("completion tokens", "rollout/mean_completion_tokens", "{:.1f}"),
     ]:
         before, after = (form.format(sum(line[key] for line in part) / len(part)) for part in (first, last))
         print(f"  {name:18} {before:>7} -> {after:>7}")
-    print(f"Open {folder / 'figures' / 'report.html'} for the figures and what they support.")
+    print(f"Open {folder / 'figures/report.html'} for the figures and what they support.")
 
 
 def main() -> None:
     """Run the miniature, or the comparison."""
-    config = tyro.cli(TinyConfig, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, _pass_on)
-    try:
-        run_comparison(config) if config.compare else run(config)
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command continues")
-        sys.exit(130)
+
+    def work(command: Command) -> None:
+        config = tyro.cli(TinyConfig, description=__doc__)
+        command.begin("the same command continues")
+        run_comparison(config, command) if config.compare else run(config, command)
+
+    run_command(work)
 
 
 if __name__ == "__main__":
