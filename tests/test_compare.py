@@ -6,9 +6,10 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from compare import compare_figure, compare_text, paired_difference, read_matched_runs
-from results import EvalHeader, Generation, ProblemResult
-from rollout import SamplingConfig
+from compare import compare_text, paired_difference, read_matched_runs
+from engine.sampler import SamplingConfig
+from stats.evaluations import EvalHeader, Generation, ProblemResult
+from stats.figures import comparison_figure
 
 
 @pytest.fixture
@@ -20,16 +21,22 @@ def make_run(tmp_path):
             "policy": {"learning_rate": learning_rate},
             "loss": {"algorithm": algorithm} | (loss or {}),
             "seed": seed,
+            "data_seed": None,
             "run_name": folder.name,
         }
-        record = {"settings": own | (settings or {}), "data": {"sha256": "d"}, "base_fingerprint": "b"}
+        record = {"format": 2, "settings": own | (settings or {}), "data": {"sha256": "d"}, "base_fingerprint": "b"}
         (folder / "config.json").write_text(json.dumps(record))
-        keys = ["reward/accuracy", "reward/format_rate", "rollout/completion_tokens", "gspo/token_clip_fraction"]
+        keys = ["reward/accuracy", "reward/format_rate"]
+        keys += ["rollout/mean_completion_tokens", "update/token_clip_fraction"]
         lines = [{"step": step} | dict.fromkeys(keys, reward) for step in range(1, steps + 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder
 
     return make
+
+
+def figure_of(runs):
+    return comparison_figure({name: [run.metrics for run in group] for name, group in runs.items()})
 
 
 def test_the_interval_is_students_t_over_the_pairs():
@@ -46,7 +53,7 @@ def test_a_difference_larger_than_seed_noise_is_called_one_and_a_smaller_is_not(
     assert "+20.3 points in training reward over the last 10 steps (grpo minus gspo, 3 matched seeds" in text
     assert text.count("exceeds seed noise on this model, data and budget") == 1
     assert "does not exceed seed noise. That does not show the algorithms to be equal" in text
-    assert len(compare_figure(runs).axes) == 4
+    assert len(figure_of(runs).axes) == 4
 
 
 def test_one_pair_supports_nothing(make_run):
@@ -62,7 +69,7 @@ def test_one_pair_supports_nothing(make_run):
             "do not match: they differ in policy/learning_rate",
         ),
         ({"algorithm": "grpo", "seed": 1, "steps": 19}, "they differ in steps taken"),
-        ({"algorithm": "grpo", "seed": 2}, "each algorithm needs one run of each seed"),
+        ({"algorithm": "grpo", "seed": 2}, "each algorithm needs one run of each pair of seed and data seed"),
         ({"algorithm": "gspo", "seed": 2}, "at least two objectives; these are all gspo"),
     ],
 )
@@ -72,7 +79,7 @@ def test_runs_that_do_not_match_are_refused(make_run, second, message):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is not the folder of a run"):
+    with pytest.raises(ValueError, match="is not a run"):
         read_matched_runs([tmp_path])
 
 
@@ -109,8 +116,11 @@ def test_held_out_accuracy_is_compared_at_the_newest_step_that_all_have_finished
     evaluate_by_hand(four_runs[1], 20, 5, finished=3)
     evaluate_by_hand(four_runs[2], 20, 0, finished=0)
     text = compare_text(read_matched_runs(four_runs))
-    assert "| algorithm | seed | training reward over the last 10 steps | held-out accuracy at step 10 |" in text
-    assert "| grpo | 2 | 50.00% | 100.00% |" in text
+    assert (
+        "| algorithm | seed | data seed | training reward over the last 10 steps | held-out accuracy at step 10 |"
+        in text
+    )
+    assert "| grpo | 2 | 2 | 50.00% | 100.00% |" in text
     assert "+50.0 points in held-out accuracy at step 10 (grpo minus gspo, 2 matched seeds" in text
 
 
@@ -141,7 +151,7 @@ def test_pairs_without_a_spread_support_nothing(make_run):
 def test_variants_of_an_algorithm_are_compared_and_never_pooled(make_run):
     runs = [make_run("gspo", 1), make_run("gspo", 1, name="wide", loss={"epsilon_low": 0.1, "mini_batches": 4})]
     assert list(read_matched_runs(runs)) == ["gspo", "gspo, epsilon low 0.1, mini batches 4"]
-    with pytest.raises(ValueError, match="each algorithm needs one run of each seed"):
+    with pytest.raises(ValueError, match="each algorithm needs one run of each pair of seed and data seed"):
         read_matched_runs([*runs, make_run("gspo", 2)])
     same = make_run("gspo", 2, name="same", loss={"epsilon_low": 3e-4, "ratio": "sequence"})  # the algorithm's own
     with pytest.raises(ValueError, match="at least two objectives; these are all gspo"):
@@ -155,6 +165,17 @@ def test_what_a_resumed_run_may_change_may_differ(make_run):
 
 def test_every_algorithm_gets_a_line_of_its_own(make_run):
     names = ("gspo", "gspo-token", "grpo", "dr-grpo", "dapo")
-    figure = compare_figure(read_matched_runs([make_run(name, 1) for name in names]))
+    figure = figure_of(read_matched_runs([make_run(name, 1) for name in names]))
     lines = figure.axes[0].lines
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names)
+
+
+def test_seeds_that_share_the_problems_order_are_said_to(make_run):
+    def runs(name, settings):
+        return [make_run(a, s, name=f"{name}-{a}-{s}", settings=settings) for a in ("gspo", "grpo") for s in (1, 2)]
+
+    shared, own = runs("shared", {"data_seed": 42}), runs("own", {})
+    assert "All runs meet the same problems in the same order" in compare_text(read_matched_runs(shared))
+    assert "A seed sets the order of the problems" in compare_text(read_matched_runs(own))
+    with pytest.raises(ValueError, match="pair of seed and data seed"):
+        read_matched_runs([shared[0], own[2]])

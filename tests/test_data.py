@@ -1,12 +1,21 @@
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
-from data import DataError, Problem, ProblemStream, read_problems, write_problems
+from data import (
+    DataError,
+    Problem,
+    ProblemStream,
+    read_problems,
+    training_data,
+    training_order,
+    write_problems,
+)
 
 # A busy machine is no fault of the code.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -113,55 +122,72 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_nothing_else(tmp_pa
     assert read_problems(path) == some_problems(2)
 
 
-def test_epoch_zero_keeps_the_order_and_later_epochs_are_other_permutations():
+def test_the_stream_keeps_the_order_and_begins_again_at_its_end():
     problems = some_problems(20)
-    stream = ProblemStream(problems, seed=42)
-    epochs = [stream.take(20) for _ in range(3)]
-    assert epochs[0] == problems
-    for epoch in epochs[1:]:
-        assert sorted(epoch, key=problems.index) == problems
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    stream = ProblemStream(problems)
+    assert [stream.take(20) for _ in range(3)] == [problems] * 3
 
 
-def test_the_shuffle_of_epoch_one_is_pinned_to_the_seed():
+def test_the_training_order_is_pinned_to_the_seed():
     # A resumed run relies on this order: a change here breaks every run begun before it.
-    def epoch_one(seed):
-        return [problem.id for problem in ProblemStream(some_problems(6), seed=seed, num_taken=6).take(6)]
+    def order(seed):
+        return [problem.id for problem in training_order(some_problems(6), seed=seed)]
 
-    assert epoch_one(42) == ["p0", "p5", "p1", "p3", "p2", "p4"]
-    assert epoch_one(43) != epoch_one(42)
+    assert order(42) == ["p3", "p1", "p2", "p4", "p0", "p5"]
+    assert order(43) != order(42)
+
+
+def test_the_training_order_holds_every_problem_once_with_its_texts_stripped():
+    problems = some_problems(50)
+    padded = [replace(p, question=f" {p.question}\n", answer=f"\t{p.answer} ") for p in problems]
+    order = training_order(padded, seed=42)
+    assert order != problems
+    assert sorted(order, key=problems.index) == problems
+    assert padded[0].question == " What is 0 + 1?\n"  # what was given stays
+
+
+def test_training_data_leaves_degenerate_groups_out_but_on_demand(make_group):
+    groups = [make_group([1, 0], seed=1), make_group([1, 1], seed=2)]
+    assert [group.degenerate for group in groups] == [False, True]
+    every = training_data(groups, degenerate=True)
+    assert training_data(groups) == every[:2]
+    for group, datums in zip(groups, (every[:2], every[2:]), strict=True):
+        for completion, advantage, datum in zip(group.completions, group.advantages, datums, strict=True):
+            assert datum.token_ids == group.prompt_ids + completion.token_ids
+            assert datum.sampling_logprobs == completion.logprobs
+            assert datum.num_completion_tokens == len(completion.token_ids)
+            assert datum.advantage == advantage
 
 
 @unhurried
 @given(
     size=st.integers(1, 7),
-    seed=st.integers(0, 3),
     counts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     cut=st.integers(0, 6),
 )
-def test_num_taken_is_the_whole_state_however_the_stream_is_cut(size, seed, counts, cut):
-    whole = ProblemStream(some_problems(size), seed=seed).take(sum(counts))
-    stream = ProblemStream(some_problems(size), seed=seed)
+def test_num_taken_is_the_whole_state_however_the_stream_is_cut(size, counts, cut):
+    whole = ProblemStream(some_problems(size)).take(sum(counts))
+    stream = ProblemStream(some_problems(size))
     dealt = []
     for number, count in enumerate(counts):
         if number == cut:
-            stream = ProblemStream(some_problems(size), seed=seed, num_taken=stream.num_taken)
+            stream = ProblemStream(some_problems(size), num_taken=stream.num_taken)
         dealt += stream.take(count)
     assert dealt == whole
     assert stream.num_taken == sum(counts)
 
 
 def test_a_take_larger_than_the_data_deals_every_problem_equally_often():
-    dealt = ProblemStream(some_problems(3), seed=0).take(12)
+    dealt = ProblemStream(some_problems(3)).take(12)
     assert [dealt.count(problem) for problem in some_problems(3)] == [4, 4, 4]
 
 
 def test_what_cannot_be_dealt_is_refused():
     with pytest.raises(DataError, match="no problems"):
-        ProblemStream([], seed=0)
+        ProblemStream([])
     with pytest.raises(ValueError, match="num_taken must be at least 0, not -1"):
-        ProblemStream(some_problems(1), seed=0, num_taken=-1)
-    stream = ProblemStream(some_problems(1), seed=0)
+        ProblemStream(some_problems(1), num_taken=-1)
+    stream = ProblemStream(some_problems(1))
     with pytest.raises(ValueError, match="at least 1, not 0"):
         stream.take(0)
     assert stream.num_taken == 0

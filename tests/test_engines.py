@@ -2,24 +2,19 @@
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from policy import Policy, PolicyConfig, micro_batches
+from data import training_data
+from engine.batches import micro_batches
+from engine.hub import load_tokenizer
+from engine.policy import Policy, PolicyConfig
+from engine.sampler import AdapterError, Sampler, SamplerConfig, SamplingConfig
 from reward import Grader
-from rollout import (
-    AdapterError,
-    Sampler,
-    SamplerConfig,
-    SamplingConfig,
-    collect_groups,
-    encode_prompt,
-    load_tokenizer,
-)
-from tiny import sums
+from rollout import collect_groups, encode_prompt
+from tiny import build_tokenizer, sums
 
 SAMPLING = SamplingConfig(group_size=4, max_tokens=24)
 
@@ -34,20 +29,15 @@ def policy_with_large_b(base):
     return policy
 
 
-def mean_gap(policy, groups):
+def mean_mismatch(policy, groups):
     """Return the mean |policy logprob - sampling logprob| of a completion token, in nats."""
     total = count = 0
-    for batch in micro_batches(groups, max_tokens=10_000):
+    for batch in micro_batches(training_data(groups, degenerate=True), max_tokens=10_000):
         with torch.no_grad():
             logprobs, _ = policy.token_logprobs(batch)
         total += (logprobs - batch.sampling_logprobs).abs()[batch.completion_mask].sum().item()
         count += batch.completion_mask.sum().item()
     return total / count
-
-
-def teach(group):
-    """Return the group with rewards that differ, so that micro_batches keeps it."""
-    return replace(group, rollouts=[replace(r, advantage=float(n + 1)) for n, r in enumerate(group.rollouts)])
 
 
 @pytest.mark.parametrize("fixture", ["tiny_base", "tiny_vision_base"])
@@ -59,35 +49,26 @@ def test_the_sampler_runs_the_policy(fixture, request, tmp_path):
     config = SamplerConfig(base_model=str(base), lora_rank=8, max_model_len=128)
     with Grader() as grader, Sampler(config) as sampler:
 
-        def collect(version):
-            groups = collect_groups(
-                sampler.stream,
-                grader,
-                tokenizer,
-                sums(seed=0)[:8],
-                SAMPLING,
-                seed=0,
-                step=1,
-                policy_version=version,
-            )
-            return [teach(group) for group in groups]
+        def collect():
+            problems = list(enumerate(sums(seed=0)[:8]))
+            return collect_groups(sampler.stream, grader, tokenizer, problems, SAMPLING, seed=0, step=1)
 
-        from_base = collect(0)
+        from_base = collect()
         assert sampler.load_adapter(tmp_path / "vllm", version=1) == 31
-        adapted, again = collect(1), collect(1)
+        adapted, again = collect(), collect()
 
-        assert mean_gap(policy, adapted) < 0.01
-        assert mean_gap(policy, from_base) > 0.05  # what a sampler still on the base would look like
+        assert mean_mismatch(policy, adapted) < 0.01
+        assert mean_mismatch(policy, from_base) > 0.05  # what a sampler still on the base would look like
 
-        completions = [rollout.completion for group in adapted for rollout in group.rollouts]
-        assert [rollout.completion for group in again for rollout in group.rollouts] == completions
+        completions = [completion for group in adapted for completion in group.completions]
+        assert [completion for group in again for completion in group.completions] == completions
         assert len({tuple(completion.token_ids) for completion in completions}) > len(completions) // 2
         for completion in completions:
             ended = completion.token_ids[-1] == tokenizer.eos_token_id
             assert ended if completion.finish_reason == "stop" else len(completion.token_ids) == SAMPLING.max_tokens
 
         sampler.unload_adapter()
-        assert [g.rollouts[0].completion for g in collect(0)] == [g.rollouts[0].completion for g in from_base]
+        assert [g.completions[0] for g in collect()] == [g.completions[0] for g in from_base]
 
         if fixture == "tiny_vision_base":
             with pytest.raises(AdapterError, match="matched 0 of the 31 modules"):
@@ -112,8 +93,6 @@ def test_logprobs_are_of_the_tempered_distribution(tiny_base):
 def test_an_unchanged_llama_checkpoint_is_sampled_and_trained(tmp_path):
     """A stranger's model: another architecture, with its own chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tiny import build_tokenizer
 
     base = tmp_path / "llama"
     tokenizer = build_tokenizer()
@@ -141,7 +120,6 @@ def test_an_unchanged_llama_checkpoint_is_sampled_and_trained(tmp_path):
         Sampler(SamplerConfig(base_model=str(base), lora_rank=8, max_model_len=128)) as sampler,
     ):
         assert sampler.load_adapter(tmp_path / "adapter", version=1) == 14
-        groups = collect_groups(
-            sampler.stream, grader, tokenizer, sums(seed=0)[:2], SAMPLING, seed=0, step=1, policy_version=1
-        )
-    assert mean_gap(policy, [teach(group) for group in groups]) < 0.01
+        problems = list(enumerate(sums(seed=0)[:2]))
+        groups = collect_groups(sampler.stream, grader, tokenizer, problems, SAMPLING, seed=0, step=1)
+    assert mean_mismatch(policy, groups) < 0.01

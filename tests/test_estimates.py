@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from estimates import (
+from stats.estimates import (
     Z95,
     decompose_format_change,
     detectable_difference,
@@ -162,13 +162,13 @@ def test_paired_differences_hold_for_all_checkpoints_at_once(name: str, gain: fl
     for _ in range(200):
         p = rng.beta(*DIFFICULTIES[name], size=(30, 1))
         base, steps = rng.random((30, 1, 12)) < p[..., None], rng.random((30, 5, 12)) < gained(p)[..., None]
-        for i, (values, imagined, truth) in enumerate(
+        for i, (values, pseudo, truth) in enumerate(
             [
                 (steps.mean(2) - base.mean(2), 12**-0.5, true_average),
                 (steps.max(2) * 1.0 - base.max(2), 1, true_pass),
             ]
         ):
-            held[i] += all(c.low <= truth <= c.high for c in paired_differences(values, imagined=imagined))
+            held[i] += all(c.low <= truth <= c.high for c in paired_differences(values, pseudo_observation=pseudo))
     assert (held / 200 >= 0.93).all(), held / 200
 
 
@@ -176,16 +176,16 @@ def test_the_error_of_a_difference_by_hand():
     # Squares 1/4 + 1/4 around the mean 1/2: as sample variance over 2 problems; with two problems added at +-1,
     # (1/2 + 2) / 3 is the variance of 4 rows, their sum has 4 times that, and the mean is over 2.
     differences = np.array([[0.0], [1.0]])
-    assert_allclose(difference_errors(differences, imagined=0), math.sqrt(1 / 2 / 2), rtol=1e-12)
-    assert_allclose(difference_errors(differences, imagined=1), math.sqrt(4 * 2.5 / 3) / 2, rtol=1e-12)
+    assert_allclose(difference_errors(differences, pseudo_observation=0), math.sqrt(1 / 2 / 2), rtol=1e-12)
+    assert_allclose(difference_errors(differences, pseudo_observation=1), math.sqrt(4 * 2.5 / 3) / 2, rtol=1e-12)
 
 
 def test_paired_differences_are_centred_and_widen_with_the_number_of_checkpoints():
     rng = np.random.default_rng(5)
     differences = rng.normal(0.1, 0.2, size=(30, 5))
     (single,), every = (
-        paired_differences(differences[:, :1], imagined=0),
-        paired_differences(differences, imagined=0),
+        paired_differences(differences[:, :1], pseudo_observation=0),
+        paired_differences(differences, pseudo_observation=0),
     )
     for estimate, column in zip(every, differences.T, strict=True):
         assert_allclose(estimate.value, column.mean(), rtol=1e-12)
@@ -197,9 +197,9 @@ def test_paired_differences_are_centred_and_widen_with_the_number_of_checkpoints
 
 
 def test_paired_differences_of_equal_models_have_no_width_and_of_one_problem_no_interval():
-    (equal,) = paired_differences(np.zeros((30, 1)), imagined=0)
+    (equal,) = paired_differences(np.zeros((30, 1)), pseudo_observation=0)
     assert (equal.value, equal.low, equal.high) == (0, 0, 0)
-    (lonely,) = paired_differences(np.array([[0.25]]), imagined=0)
+    (lonely,) = paired_differences(np.array([[0.25]]), pseudo_observation=0)
     assert lonely.value == 0.25
     assert math.isnan(lonely.low)
 

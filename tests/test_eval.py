@@ -16,17 +16,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 import eval as evaluation
-from checkpoint import TrainState, write_state
-from data import Problem, write_problems
-from eval import BusyError, EvalConfig, carry_out, evaluate, main, prepare
-from results import read_evaluation, summarise
+from data import Completion, Problem, sampling_seed, write_problems
+from engine.sampler import Sampler, SamplingConfig
+from eval import EvalConfig, carry_out, check_references, main, prepare
+from record.checkpoint import TrainState, write_state
+from record.run import Run
 from reward import Grader
-from rollout import Completion, Sampler, SamplingConfig, sampling_seed
+from stats.evaluation_files import BusyError
+from stats.evaluations import Evaluation, read_evaluation, summarise
 
 ROOT = Path(__file__).parents[1]
 REAL_RESPONSES = ROOT / "../shared/cases/real_responses.jsonl"
@@ -83,7 +86,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grader: Grader) -
     """A current folder with a base model's folder, a run of two checkpoints, and 7 problems; no weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluation, "Grader", lambda: nullcontext(grader))  # the real one, started once
-    monkeypatch.setattr(evaluation, "load_tokenizer", lambda base_model, revision: None)
+    monkeypatch.setattr(evaluation, "load_tokenizer", lambda *_: SimpleNamespace(decode=lambda prompt: ""))
+    monkeypatch.setattr(evaluation, "prepare_process", lambda: None)
     monkeypatch.setattr(evaluation, "encode_prompt", lambda tokenizer, question: list(question.encode()))
     for name in ("base", "other"):
         folder = tmp_path / name
@@ -123,6 +127,14 @@ def settings(**changes: Any) -> EvalConfig:
 
 def run_settings(**changes: Any) -> EvalConfig:
     return settings(base_model=None, output=None, run=Path("runs/demo"), **changes)
+
+
+def evaluate(config: EvalConfig, *, sampler: Sampler) -> list[Evaluation]:
+    """Check and carry out, as `main` does."""
+    plan = prepare(config)
+    with evaluation.Grader() as grader:
+        check_references(plan, grader)
+        return carry_out(plan, grader, sampler)
 
 
 def test_every_generation_is_kept_with_its_verdict(workplace: Path):
@@ -220,7 +232,7 @@ def test_a_checkpoint_brings_its_base_model_and_rank(workplace: Path):
 
 def test_the_chapters_defaults(workplace: Path):
     config = EvalConfig()
-    assert config.sampling == SamplingConfig(group_size=12, max_tokens=8192, temperature=1.0, top_p=1.0, top_k=-1)
+    assert config.sampling == SamplingConfig(group_size=12, max_prompt_tokens=4095, max_tokens=8192)
     assert config.dataset_path == Path("datasets/aime25.jsonl")
     assert config.max_num_seqs // config.val_n == 5
 
@@ -254,7 +266,7 @@ FLAGS = ("--base-model", "base", "--dataset-path", "sums.jsonl", "--output", "ou
         ((*FLAGS, "--temperature", "0"), "temperature is 0.0"),
         ((*FLAGS, "--max-prompt-tokens", "3"), "'sum-0': its prompt has 6 tokens; raise --max-prompt-tokens"),
         ((*FLAGS, "--run", "runs/demo"), "--run writes into RUN/eval/"),
-        (("--run", "runs/none"), "runs/none is not the folder of a run"),
+        (("--run", "runs/none"), "runs/none is not a run: config.json cannot be read"),
         ((*FLAGS, "--steps", "20"), "name the run with --run"),
         ((*FLAGS, "--model-path", "base"), "base is not a checkpoint: it has no adapter_config.json"),
         (
@@ -293,7 +305,9 @@ def test_a_reference_that_nothing_equals_is_refused_and_others_need_not_be_integ
     write_problems("sums.jsonl", [Problem(id=f"p{i}", question="?", answer=a) for i, a in enumerate(hard)])
     assert len(prepare(settings()).prompts) == 4
     write_problems("sums.jsonl", [Problem(id="p", question="?", answer=r"\frac{")])
-    assert "sums.jsonl, problem 'p': the reference answer" in refusal(capsys, *FLAGS)
+    refused = refusal(capsys, *FLAGS)
+    assert "sums.jsonl cannot be graded" in refused
+    assert "row 1, id p: no answer can match the reference" in refused
     with pytest.raises(ValueError, match=r"sums\.jsonl, problem 'p'"):
         evaluate(settings(), sampler=as_sampler(StandIn()))
 
@@ -452,8 +466,9 @@ def real_run(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two checkpoints of the tiny base whose adapters are far from nothing."""
     import torch
 
-    from checkpoint import base_fingerprint, save_checkpoint
-    from policy import Policy, PolicyConfig
+    from engine.hub import base_fingerprint
+    from engine.policy import Policy, PolicyConfig
+    from record.checkpoint import prepare_checkpoint
 
     run = tmp_path_factory.mktemp("runs") / "demo"
     policy = Policy(PolicyConfig(base_model=str(tiny_base), lora_rank=4, lora_alpha=4), seed=0)
@@ -471,7 +486,8 @@ def real_run(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             base_fingerprint=fingerprint,
             swanlab_id=None,
         )
-        save_checkpoint(run / "checkpoints" / f"step-{step:06d}", policy, state)
+        prepare_checkpoint(Run(run).checkpoint_path(step), policy, state)
+        Run(run).publish_checkpoint(step)
     policy_settings = {"base_model": str(tiny_base), "revision": None, "lora_rank": 4}
     settings = {"settings": {"policy": policy_settings}, "base_fingerprint": fingerprint}
     (run / "config.json").write_text(json.dumps(settings))

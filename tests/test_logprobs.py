@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from logprobs import CHUNK_LOGITS, head_logprobs
+from engine.logprobs import CHUNK_LOGITS, head_logprobs
 
 
 def full_logits(hidden, head, targets, temperature, softcap):

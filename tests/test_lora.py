@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 
-from lora import LoraLinear
+from engine.lora import LoraLinear
 
 
 @pytest.fixture

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loss import PRESETS, LossConfig, Objective, StepTotals, mismatch_weights, policy_loss, sequence_log_ratios
+from loss import PRESETS, Denominators, LossConfig, Objective, mismatch_weights, policy_loss, sequence_log_ratios
 
 f64 = torch.float64
 MASK = torch.tensor([[False, True, True, True], [True, True, False, False], [False, True, True, False]])
 OLD = torch.tensor([[0.0, -1.0, -0.5, -2.0], [-0.3, -0.7, 0.0, 0.0], [0.0, -1.2, -0.4, 0.0]], dtype=f64)
 STEPS = torch.tensor([[9.0, 0.06, 0.03, 0.12], [0.6, 0.2, -9.0, 9.0], [9.0, -0.6, 0.2, 9.0]], dtype=f64)
 ADVANTAGES = torch.tensor([0.5, 2.0, -1.0], dtype=f64)
-TOTALS = StepTotals(num_sequences=4, num_tokens=11, max_tokens=5)  # the step has a degenerate fourth, of 4 tokens
+# The step has a degenerate fourth sequence, of 4 tokens.
+DENOMINATORS = Denominators(num_sequences=4, num_tokens=11, max_tokens=5)
 
 # The presets, with GSPO's narrow range widened so that a small batch shows all three cases.
 OBJECTIVES = {
@@ -22,9 +23,13 @@ OBJECTIVES = {
 }
 
 
-def loss_of(objective, steps=STEPS, *, advantages=ADVANTAGES, mask=MASK, old=OLD, totals=TOTALS, weights=None):
+def loss_of(
+    objective, steps=STEPS, *, advantages=ADVANTAGES, mask=MASK, old=OLD, denominators=DENOMINATORS, weights=None
+):
     policy = (old + steps).requires_grad_()
-    output = policy_loss(policy, old, mask, advantages, objective=objective, totals=totals, weights=weights)
+    output = policy_loss(
+        policy, old, mask, advantages, objective=objective, denominators=denominators, weights=weights
+    )
     (gradient,) = torch.autograd.grad(output.loss, policy)
     return output, gradient
 
@@ -67,7 +72,7 @@ def test_gspos_gradient_equals_the_one_worked_by_hand():
     assert torch.equal(output.clipped, MASK & torch.tensor([[False], [True], [True]]))
 
 
-def naive_loss(name, objective, policy, old, mask, advantages, totals):
+def naive_loss(name, objective, policy, old, mask, advantages, denominators):
     """Return the published formula, written out with one scalar a token."""
     loss = torch.zeros((), dtype=f64)
     for row in range(len(mask)):
@@ -84,11 +89,11 @@ def naive_loss(name, objective, policy, old, mask, advantages, totals):
             cut = low if ratio < low else high if ratio > high else ratio
             values.append(torch.minimum(ratio * advantages[row], cut * advantages[row]))
         if name == "dapo":
-            loss = loss - sum(values) / totals.num_tokens
+            loss = loss - sum(values) / denominators.num_tokens
         elif name == "dr-grpo":
-            loss = loss - sum(values) / totals.max_tokens / totals.num_sequences
+            loss = loss - sum(values) / denominators.max_tokens / denominators.num_sequences
         else:
-            loss = loss - sum(values) / len(values) / totals.num_sequences
+            loss = loss - sum(values) / len(values) / denominators.num_sequences
     return loss
 
 
@@ -101,10 +106,12 @@ def test_each_loss_and_its_gradient_equal_a_naive_loop_on_random_numbers(name):
         mask[:, 0] = True
         advantages = torch.randn(5, generator=generator, dtype=f64)
         old = -torch.rand(5, 7, generator=generator, dtype=f64)
-        totals = StepTotals(num_sequences=9, num_tokens=40, max_tokens=7)
-        ours, gradient = loss_of(OBJECTIVES[name], steps, advantages=advantages, mask=mask, old=old, totals=totals)
+        denominators = Denominators(num_sequences=9, num_tokens=40, max_tokens=7)
+        ours, gradient = loss_of(
+            OBJECTIVES[name], steps, advantages=advantages, mask=mask, old=old, denominators=denominators
+        )
         policy = (old + steps).requires_grad_()
-        naive = naive_loss(name, OBJECTIVES[name], policy, old, mask, advantages, totals)
+        naive = naive_loss(name, OBJECTIVES[name], policy, old, mask, advantages, denominators)
         (expected,) = torch.autograd.grad(naive, policy)
         assert ours.loss.item() == pytest.approx(naive.item(), abs=1e-12)
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)

@@ -1,7 +1,7 @@
 """The objectives against those of the TRL library (a development dependency, used only here).
 
 `GRPOTrainer._compute_loss` is called as it is, on a stand-in that supplies the settings and the log-probabilities.
-TRL divides by the sequences of its batch, so the totals are set to those of the batch.
+TRL divides by the sequences of its batch, so the denominators are set to those of the batch.
 """
 
 from collections import defaultdict
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loss import PRESETS, StepTotals, policy_loss
+from loss import PRESETS, Denominators, policy_loss
 
 PAIRS = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -64,10 +64,12 @@ def test_values_and_gradients_equal_trls_where_the_definitions_coincide(name):
     old = policy + 0.2 * torch.randn(6, 9, generator=generator, dtype=torch.float64)
     mask = torch.arange(9) < torch.tensor([[9], [4], [1], [7], [2], [6]])
     advantages = torch.randn(6, generator=generator, dtype=torch.float64)
-    totals = StepTotals(num_sequences=6, num_tokens=int(mask.sum()), max_tokens=9)
+    denominators = Denominators(num_sequences=6, num_tokens=int(mask.sum()), max_tokens=9)
     losses, gradients = [], []
     for compute in (
-        lambda logprobs: policy_loss(logprobs, old, mask, advantages, objective=PRESETS[name], totals=totals).loss,
+        lambda logprobs: (
+            policy_loss(logprobs, old, mask, advantages, objective=PRESETS[name], denominators=denominators).loss
+        ),
         lambda logprobs: trl_loss(PAIRS[name], PRESETS[name], logprobs, old, mask, advantages, 9),
     ):
         logprobs = policy.clone().requires_grad_()

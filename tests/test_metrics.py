@@ -9,66 +9,115 @@ import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 
-from check import GateReading
-from checkpoint import DiskError
-from metrics import MetricsLog, TimeMetrics, alarms, step_metrics
-from policy import UpdateResult
+from engine.gate import GateReading
+from engine.policy import SequenceOutput, TrainOutput
+from loss import MismatchWeight
+from record.disk import DiskError
+from record.log import MetricsLog, alarms
+from record.metrics import TimeMetrics, step_metrics
+from record.run import Run
 
-GATE = GateReading()
+SUITE = Path(__file__).parent.parent
+SETTINGS = {"seed": 1, "swanlab_mode": "disabled", "swanlab_project": "gspo", "swanlab_workspace": None}
 TIME = TimeMetrics(
     sync_seconds=0.5,
     rollout_seconds=2.0,
     grading_seconds=0.1,
     gate_seconds=0.0,
     update_seconds=1.0,
-    step_seconds=3.5,
+    checkpoint_seconds=0.25,
+    step_seconds=3.75,
 )
 
 
-def result(log_ratios, *, clipped, engine=None):
+def output(log_ratios, *, clipped, mismatch=None):
     log_ratios = torch.tensor(log_ratios)
-    engine = log_ratios if engine is None else torch.tensor(engine)
-    return UpdateResult(
+    mismatch = log_ratios if mismatch is None else torch.tensor(mismatch)
+    return TrainOutput(
         loss=0.5,
         grad_norm=2.0,
-        advantages=torch.tensor([1.5, -0.5, -0.5]),
-        num_tokens=torch.tensor([10, 20, 30]),
-        num_clipped_tokens=torch.tensor(clipped),
-        log_ratios=log_ratios,
-        engine_log_ratios=engine,
-        update_log_ratios=log_ratios - engine,
-        token_gaps=torch.tensor([0.1, -0.1, 0.0, 0.2]),
-        entropies=torch.tensor([1.0, 3.0]),
         padding_fraction=0.125,
+        sequences=SequenceOutput(
+            losses=torch.tensor([0.2, 0.3]),
+            advantages=torch.tensor([1.5, -0.5, -0.5]),
+            num_tokens=torch.tensor([10, 20, 30]),
+            num_clipped_tokens=torch.tensor(clipped),
+            log_ratios=log_ratios,
+            mismatch_log_ratios=mismatch,
+            update_log_ratios=log_ratios - mismatch,
+            mismatches=torch.tensor([0.1, -0.1, 0.0, 0.2]),
+            entropies=torch.tensor([1.0, 3.0]),
+        ),
     )
 
 
+def metrics_of(step, groups, outputs, *, mismatch_weight: MismatchWeight = "none"):
+    return step_metrics(
+        step,
+        groups,
+        outputs,
+        GateReading(),
+        TIME,
+        problems_taken=16 * step,
+        learning_rate=4e-5,
+        mismatch_weight=mismatch_weight,
+    )
+
+
+def open_log(folder, *, after_step=0, swanlab_id=None, mode="disabled"):
+    settings = SETTINGS | {"swanlab_mode": mode}
+    return MetricsLog(Run(folder), after_step=after_step, swanlab_id=swanlab_id, settings=settings)
+
+
 def test_a_steps_numbers_equal_those_worked_by_hand(make_group):
-    groups = [make_group([1, 0, 0]), make_group([1, 1, 1], seed=1)]
-    flat = step_metrics(
-        7, groups, [result([0.1, -0.2, 0.4], clipped=[0, 20, 15])], GATE, TIME, mismatch_weight="none"
-    ).flat()
+    groups = [make_group([1, 0, 0], lengths=[10, 20, 30]), make_group([1, 1, 1], lengths=[1, 2, 57], seed=1)]
+    flat = metrics_of(7, groups, [output([0.1, -0.2, 0.4], clipped=[0, 20, 15])]).flat()
+    surprisals = [-logprob for group in groups for c in group.completions for logprob in c.logprobs]
     expected = {
         "step": 7,
+        "reward/base_mean": 4 / 6,
+        "reward/shaped_mean": 4 / 6,
         "reward/accuracy": 4 / 6,
         "reward/format_rate": 4 / 6,
-        "reward/degenerate_groups": 1,
         "verdict/correct": 4,
         "verdict/no_box": 2,
-        "rollout/completion_tokens": 5.0,
+        "rollout/groups": 2,
+        "rollout/train_groups": 1,
+        "rollout/degenerate_groups": 1,
+        "rollout/completions": 6,
+        "rollout/train_completions": 3,
+        "rollout/completion_tokens": 120,
+        "rollout/mean_completion_tokens": 20.0,
+        "rollout/max_completion_tokens": 57,
+        "rollout/mean_sampled_token_surprisal": sum(surprisals) / 120,
+        "rollout/unique_completion_rate": 1 / 3,
+        "rollout/mean_prompt_tokens": 5.0,
+        "rollout/truncated_fraction": 0.0,
+        "train/datums": 3,
+        "train/data_cursor_consumed": 112,
+        "train/update_skipped": 0,
+        "train/learning_rate": 4e-5,
         "gspo/loss": 0.5,
         "gspo/seq_ratio_mean": (math.exp(0.1) + math.exp(-0.2) + math.exp(0.4)) / 3,
-        "gspo/sequence_clip_fraction": 1 / 3,
-        "gspo/token_clip_fraction": 35 / 60,
-        "gspo/entropy": 2.0,
+        "gspo/sequence_clip_fraction": 1 / 6,
+        "gspo/token_clip_fraction": 20 / 120,
         "gspo/train_sequences": 3,
         "gspo/normalization_sequences": 6,
-        "gspo/optimizer_steps": 1,
-        "gspo/padding_fraction": 0.125,
+        "gspo/active_sequence_fraction": 0.5,
+        "gspo/train_tokens": 60,
+        "gspo/normalization_tokens": 120,
+        "gspo/active_token_fraction": 0.5,
+        "update/optimizer_steps": 1,
+        "update/grad_norm": 2.0,
+        "update/entropy": 2.0,
+        "update/sequence_clip_fraction": 1 / 3,
+        "update/token_clip_fraction": 35 / 60,
+        "update/padding_fraction": 0.125,
         "gap/token_mean": 0.1,
         "gap/token_max": 0.2,
         "gap/kl": (math.exp(0.1) + math.exp(-0.1) + 1 + math.exp(0.2) - 4 - 0.2) / 4,
@@ -80,29 +129,33 @@ def test_a_steps_numbers_equal_those_worked_by_hand(make_group):
         "negative/log_ratio_mean": 0.1,
         "negative/log_ratio_std": 0.3,
         "negative/update_log_ratio_mean": 0.0,
-        "time/step_seconds": 3.5,
+        "time/checkpoint_seconds": 0.25,
+        "time/step_seconds": 3.75,
     }
     assert {key: flat[key] for key in expected} == pytest.approx(expected, abs=1e-6)
     assert not any(key.startswith("mini_batch") for key in flat)
 
 
-def test_log_ratios_are_split_into_the_engines_gap_and_the_policys_movement(make_group):
+def test_log_ratios_are_split_into_the_engines_mismatch_and_the_policys_movement(make_group):
     steps = [
-        result([0.1, -0.2, 0.4], clipped=[0, 0, 0]),
-        result([0.3, 0.0, 0.0], clipped=[10, 0, 0], engine=[0.1, -0.2, 0.4]),
+        output([0.1, -0.2, 0.4], clipped=[0, 0, 0]),
+        output([0.3, 0.0, 0.0], clipped=[10, 0, 0], mismatch=[0.1, -0.2, 0.4]),
     ]
-    flat = step_metrics(1, [make_group([1, 0, 0])] * 2, steps, GATE, TIME, mismatch_weight="none").flat()
+    flat = metrics_of(1, [make_group([1, 0, 0])] * 2, steps).flat()
     assert flat["positive/engine_log_ratio_mean"] == pytest.approx(0.1)
     assert flat["positive/update_log_ratio_mean"] == pytest.approx(0.1)  # 0 and 0.2
     assert flat["negative/update_log_ratio_mean"] == pytest.approx(-0.05)  # 0, 0, 0.2 and -0.4
     assert flat["mini_batch/2/sequence_clip_fraction"] == pytest.approx(1 / 3)
+    assert flat["update/optimizer_steps"] == 2
 
 
 def test_a_step_in_which_nothing_was_trained_says_so(make_group):
-    metrics = step_metrics(3, [make_group([0, 0])], [], GATE, TIME, mismatch_weight="none")
+    metrics = metrics_of(3, [make_group([0, 0])], [])
     flat = metrics.flat()
-    assert flat["gspo/loss"] is flat["gap/kl"] is flat["positive/clip_fraction"] is None
-    assert (flat["gspo/train_sequences"], flat["gspo/normalization_sequences"]) == (0, 2)
+    assert not any(key.startswith("gspo") for key in flat)
+    assert flat["update/grad_norm"] is flat["gap/kl"] is flat["positive/clip_fraction"] is None
+    assert (flat["train/update_skipped"], flat["update/optimizer_steps"]) == (1, 0)
+    assert (flat["train/datums"], flat["rollout/train_completions"], flat["rollout/completions"]) == (0, 0, 2)
     assert "skipped: every group was degenerate" in metrics.summary()
 
 
@@ -115,18 +168,18 @@ def test_a_step_in_which_nothing_was_trained_says_so(make_group):
     ],
 )
 def test_mismatch_weights_are_logged_and_an_average_far_from_1_is_an_alarm(make_group, kind, mean, truncated):
-    update = result([0.1, -0.2, 0.9], clipped=[0, 0, 0])
-    metrics = step_metrics(1, [make_group([1, 0, 0])], [update], GATE, TIME, mismatch_weight=kind)
+    update = output([0.1, -0.2, 0.9], clipped=[0, 0, 0])
+    metrics = metrics_of(1, [make_group([1, 0, 0])], [update], mismatch_weight=kind)
     expected = (mean and pytest.approx(mean, rel=1e-6), truncated and pytest.approx(truncated))
     assert (metrics.mismatch.weight_mean, metrics.mismatch.truncated_fraction) == expected
     assert any("mismatch weights average 1.31" in alarm for alarm in alarms([metrics])) == (kind == "sequence")
 
 
-def test_the_log_keeps_one_line_a_step_and_sets_aside_what_a_resumed_run_writes_again(make_group, tmp_path):
+def test_the_log_keeps_one_line_a_step_and_archives_what_a_resumed_run_writes_again(make_group, tmp_path):
     def write(after_step, steps):
-        with MetricsLog(tmp_path, after_step=after_step, mode="disabled", swanlab_id=None, config={}) as log:
+        with open_log(tmp_path, after_step=after_step) as log:
             for step in steps:
-                log.write(step_metrics(step, [make_group([1, 0, 0])], [], GATE, TIME, mismatch_weight="none"))
+                log.write(metrics_of(step, [make_group([1, 0, 0])], []))
 
     write(0, [1, 2, 3])
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -142,9 +195,9 @@ def test_the_log_keeps_one_line_a_step_and_sets_aside_what_a_resumed_run_writes_
 
 
 def test_completions_that_could_not_be_graded_are_a_warning_not_a_wrong_answer(make_group, tmp_path, capfd):
-    metrics = step_metrics(1, [make_group([1] + [0] * 7)], [], GATE, TIME, mismatch_weight="none")
+    metrics = metrics_of(1, [make_group([1] + [0] * 7)], [])
     hung = replace(metrics, verdict=replace(metrics.verdict, timeout=1))
-    with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
+    with open_log(tmp_path) as log:
         log.write(metrics)
         log.show()
         assert "could not be graded" not in capfd.readouterr().out
@@ -158,8 +211,8 @@ def steps_like(make_group, *rewards, **rollout):
     steps = []
     for number, step_rewards in enumerate(rewards, start=1):
         degenerate = len(set(step_rewards)) == 1
-        updates = [] if degenerate else [result([0.0, 0.0, 0.0], clipped=[0, 0, 0])]
-        metrics = step_metrics(number, [make_group(step_rewards)], updates, GATE, TIME, mismatch_weight="none")
+        updates = [] if degenerate else [output([0.0, 0.0, 0.0], clipped=[0, 0, 0])]
+        metrics = metrics_of(number, [make_group(step_rewards)], updates)
         steps.append(replace(metrics, rollout=replace(metrics.rollout, **rollout)))
     return steps
 
@@ -185,16 +238,16 @@ def test_alarms_sound_once_when_what_they_warn_of_has_lasted(make_group):
 
 def test_a_number_that_is_not_finite_is_a_warning_and_null_in_the_file(make_group, tmp_path, capfd):
     (metrics,) = steps_like(make_group, [1, 0])
-    with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
-        log.write(replace(metrics, gspo=replace(metrics.gspo, entropy=math.inf)))
+    with open_log(tmp_path) as log:
+        log.write(replace(metrics, update=replace(metrics.update, entropy=math.inf)))
         log.show()
-    assert "warning: not a finite number: gspo/entropy" in capfd.readouterr().out
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["gspo/entropy"] is None
+    assert "warning: not a finite number: update/entropy" in capfd.readouterr().out
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["update/entropy"] is None
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_written_whole_or_not_at_all(make_group, tmp_path):
     (metrics,) = steps_like(make_group, [1, 0])
-    with MetricsLog(tmp_path, after_step=0, mode="disabled", swanlab_id=None, config={}) as log:
+    with open_log(tmp_path) as log:
         log.write(metrics)
         size = (tmp_path / "metrics.jsonl").stat().st_size
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -210,8 +263,8 @@ def test_a_line_that_does_not_fit_on_the_disk_is_written_whole_or_not_at_all(mak
 def test_without_a_login_swanlab_records_offline_with_one_line_of_notice(make_group, tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with MetricsLog(tmp_path, after_step=0, mode="online", swanlab_id=None, config={"seed": 1}) as log:
-        log.write(step_metrics(1, [make_group([1, 0, 0])], [], GATE, TIME, mismatch_weight="none"))
+    with open_log(tmp_path, mode="online") as log:
+        log.write(metrics_of(1, [make_group([1, 0, 0])], []))
         assert log.swanlab_id
     assert capfd.readouterr().out.count("SwanLab is not reachable") == 1
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
@@ -273,7 +326,7 @@ def swanlab_server(monkeypatch, tmp_path):
 
 def test_an_interrupted_run_is_closed_as_such_and_continues_under_its_id(tmp_path, swanlab_server):
     def interrupted(swanlab_id):
-        with MetricsLog(tmp_path, after_step=0, mode="online", swanlab_id=swanlab_id, config={"seed": 1}) as log:
+        with open_log(tmp_path, mode="online", swanlab_id=swanlab_id) as log:
             used.append(log.swanlab_id)
             raise KeyboardInterrupt
 
@@ -289,10 +342,14 @@ def test_an_interrupted_run_is_closed_as_such_and_continues_under_its_id(tmp_pat
 
 def test_a_server_that_goes_away_costs_neither_the_run_nor_more_than_a_minute(tmp_path, swanlab_server):
     script = f"""
-import metrics, pathlib
-metrics.FINISH_SECONDS = 2
-folder = pathlib.Path({str(tmp_path)!r})
-with metrics.MetricsLog(folder, after_step=0, mode="online", swanlab_id=None, config={{}}) as log:
+import pathlib, sys
+sys.path.insert(0, {str(SUITE)!r})
+import record.mirror
+from record.log import MetricsLog
+from record.run import Run
+record.mirror.FINISH_SECONDS = 2
+run = Run(pathlib.Path({str(tmp_path)!r}))
+with MetricsLog(run, after_step=0, swanlab_id=None, settings={SETTINGS | {"swanlab_mode": "online"}!r}) as log:
     print("online", log.swanlab_id, flush=True)
     input()
     log._mirror(lambda run: run.log({{"a": 1.0}}, step=1))
@@ -315,6 +372,6 @@ print("done")
 def test_a_closed_port_at_the_start_means_offline(tmp_path, swanlab_server, capfd):
     swanlab_server.shutdown()
     swanlab_server.server_close()
-    with MetricsLog(tmp_path, after_step=0, mode="online", swanlab_id=None, config={}) as log:
+    with open_log(tmp_path, mode="online") as log:
         assert log.swanlab_id
     assert "it records offline" in capfd.readouterr().out

@@ -3,17 +3,20 @@
 import json
 import math
 import shutil
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 
-from lora import LoraLinear
+from bench.update import take_steps
+from data import training_data
+from engine.batches import Batch, collate, micro_batches
+from engine.lora import LoraLinear
+from engine.memory import model_needs
+from engine.policy import Policy, PolicyConfig
 from loss import LossConfig
-from plan import model_needs
-from policy import Policy, PolicyConfig, even_micro_batches, micro_batches
 
 
 @pytest.fixture
@@ -37,7 +40,13 @@ def make_policy(base, **settings):
 def update(policy, groups, *, epsilon_low=0.999, epsilon_high=1e9, **choices):
     """Take the optimizer steps of a rollout batch, by default without clipping."""
     config = LossConfig(epsilon_low=epsilon_low, epsilon_high=epsilon_high, **choices)
-    return policy.update(groups, config, max_tokens=100)
+    return take_steps(policy, groups, config, max_tokens=100)
+
+
+def one_batch(groups) -> Batch:
+    """Return the sequences that teach as one batch, longest first."""
+    (batch,) = micro_batches(training_data(groups), max_tokens=1000)
+    return batch
 
 
 def gradients(policy, groups, **choices):
@@ -47,30 +56,8 @@ def gradients(policy, groups, **choices):
     return {name: parameter.grad.clone() for name, parameter in policy.parameters.items()}
 
 
-def test_a_batch_holds_prompt_and_completion_padded_on_the_right(make_group):
-    group = make_group([1, 0], prompt_length=2, lengths=[1, 3])
-    (batch,) = micro_batches([group], max_tokens=1000)
-    long, short = group.rollouts[1].completion, group.rollouts[0].completion
-    assert batch.input_ids.tolist() == [
-        group.prompt_ids + long.token_ids,
-        [*group.prompt_ids, *short.token_ids, 0, 0],
-    ]
-    assert batch.completion_mask.tolist() == [[False, True, True, True], [False, True, False, False]]
-    torch.testing.assert_close(batch.sampling_logprobs[0, 1:], torch.tensor(long.logprobs))
-    torch.testing.assert_close(batch.sampling_logprobs[1, 1:2], torch.tensor(short.logprobs))
-    assert batch.advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
-
-
-def test_micro_batches_hold_every_sequence_once_within_the_budget_and_a_longer_one_alone(make_group):
-    groups = [make_group([1, 0, 0], lengths=[40, 4, 9], seed=seed) for seed in range(4)] + [make_group([1, 1, 1])]
-    batches = list(micro_batches(groups, max_tokens=32))
-    assert sum(len(batch.input_ids) for batch in batches) == 12  # the degenerate group stays out
-    assert [batch.input_ids.shape for batch in batches[:4]] == [(1, 45)] * 4
-    assert all(batch.input_ids.numel() <= 32 for batch in batches[4:])
-
-
 def test_logprobs_equal_those_of_the_whole_models_logits(policy, make_group):
-    (batch,) = micro_batches([make_group([1, 0, 0])], max_tokens=1000)
+    batch = one_batch([make_group([1, 0, 0])])
     logprobs, entropies = policy.token_logprobs(batch)
     full = torch.log_softmax(policy.model(input_ids=batch.input_ids).logits[:, :-1], -1)
     expected = full.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1) * batch.completion_mask
@@ -87,9 +74,9 @@ def test_every_adapted_layer_is_one_with_the_samplers_arithmetic(policy):
 
 def test_padding_does_not_move_logprobs(policy, make_group):
     group = make_group([1, 0, 0], lengths=[3, 70, 5])
-    (together,) = micro_batches([group], max_tokens=1000)
+    together = one_batch([group])
     padded, _ = policy.token_logprobs(together)
-    for row, alone in enumerate(micro_batches([group], max_tokens=1)):
+    for row, alone in enumerate(micro_batches(training_data([group]), max_tokens=1)):
         logprobs, _ = policy.token_logprobs(alone)
         torch.testing.assert_close(padded[row, : logprobs.shape[1]], logprobs[0], rtol=0, atol=1e-9)
 
@@ -139,34 +126,36 @@ def test_a_step_of_degenerate_groups_changes_nothing(policy, make_group):
 
 def test_an_update_reports_what_it_saw(policy, make_group):
     groups = [make_group([1, 0, 0]), make_group([1, 1, 1], seed=1)]
-    (batch,) = micro_batches(groups, max_tokens=1000)
+    batch = one_batch(groups)
     logprobs, _ = policy.token_logprobs(batch)
-    gaps = (logprobs - batch.sampling_logprobs)[batch.completion_mask].detach()
-    (result,) = update(policy, groups, epsilon_low=1e-9, epsilon_high=1e-9)
-    torch.testing.assert_close(result.token_gaps, gaps)
-    assert result.num_tokens.tolist() == [7, 5, 3]
-    assert result.advantages.tolist() == batch.advantages.tolist()
-    torch.testing.assert_close(result.log_ratios, result.engine_log_ratios, rtol=0, atol=0)
-    assert result.update_log_ratios.count_nonzero() == 0
-    away = (result.log_ratios.sign() == result.advantages.sign()).tolist()
-    assert (result.num_clipped_tokens == result.num_tokens).tolist() == away
-    assert min(result.grad_norm, result.entropies.min()) > 0
+    mismatches = (logprobs - batch.sampling_logprobs)[batch.completion_mask].detach()
+    (output,) = update(policy, groups, epsilon_low=1e-9, epsilon_high=1e-9)
+    found = output.sequences
+    torch.testing.assert_close(found.mismatches, mismatches)
+    assert found.num_tokens.tolist() == [7, 5, 3]
+    assert found.advantages.tolist() == batch.advantages.tolist()
+    torch.testing.assert_close(found.log_ratios, found.mismatch_log_ratios, rtol=0, atol=0)
+    assert found.update_log_ratios.count_nonzero() == 0
+    away = (found.log_ratios.sign() == found.advantages.sign()).tolist()
+    assert (found.num_clipped_tokens == found.num_tokens).tolist() == away
+    assert min(output.grad_norm, found.entropies.min()) > 0
+    assert output.loss == pytest.approx(float(found.losses.sum()), abs=1e-12)
 
 
 def test_with_the_policys_old_logprobs_the_first_steps_ratios_are_exactly_one(policy, make_group):
     groups = [make_group([1, 0, 0], seed=seed) for seed in range(4)]
-    first, second = update(policy, groups, old_logprobs="policy", mini_batches=2)
+    first, second = (output.sequences for output in update(policy, groups, old_logprobs="policy", mini_batches=2))
     assert first.log_ratios.count_nonzero() == 0
     assert second.log_ratios.count_nonzero() == 6
     torch.testing.assert_close(second.log_ratios, second.update_log_ratios, rtol=0, atol=0)
-    assert first.engine_log_ratios.count_nonzero() == 6
+    assert first.mismatch_log_ratios.count_nonzero() == 6
 
 
-def test_with_the_samplers_old_logprobs_a_ratio_is_engine_gap_and_movement_together(policy, make_group):
+def test_with_the_samplers_old_logprobs_a_ratio_is_mismatch_and_movement_together(policy, make_group):
     groups = [make_group([1, 0, 0], seed=seed) for seed in range(4)]
-    for result in update(policy, groups, mini_batches=2):
-        parts = result.engine_log_ratios + result.update_log_ratios
-        torch.testing.assert_close(result.log_ratios, parts, rtol=0, atol=1e-9)
+    for output in update(policy, groups, mini_batches=2):
+        parts = output.sequences.mismatch_log_ratios + output.sequences.update_log_ratios
+        torch.testing.assert_close(output.sequences.log_ratios, parts, rtol=0, atol=1e-9)
 
 
 def test_mini_batches_are_steps_on_whole_groups_with_their_own_denominators(tiny_base, make_group):
@@ -182,7 +171,7 @@ def test_mini_batches_are_steps_on_whole_groups_with_their_own_denominators(tiny
 
 def test_a_reward_raises_the_probability_of_what_earned_it_over_the_rest(policy, make_group):
     group = make_group([1, 0], lengths=[6, 6])
-    (batch,) = micro_batches([group], max_tokens=1000)
+    batch = one_batch([group])
     right = batch.advantages > 0
     before = policy.token_logprobs(batch)[0].sum(-1)
     for _ in range(5):
@@ -194,10 +183,10 @@ def test_a_reward_raises_the_probability_of_what_earned_it_over_the_rest(policy,
 def test_an_old_policy_that_is_the_policy_itself_is_not_computed_twice(policy, make_group, monkeypatch):
     scored, batches = policy.token_logprobs, []
     monkeypatch.setattr(policy, "token_logprobs", lambda batch: (batches.append(batch), scored(batch))[1])
-    (result,) = update(policy, [make_group([1, 0, 0, 1])], old_logprobs="policy")
+    (output,) = update(policy, [make_group([1, 0, 0, 1])], old_logprobs="policy")
     assert sum(len(batch.advantages) for batch in batches) == 4
-    assert result.log_ratios.tolist() == [0, 0, 0, 0]
-    assert result.engine_log_ratios.abs().min() > 0.1  # the sampler's log-probabilities are made up
+    assert output.sequences.log_ratios.tolist() == [0, 0, 0, 0]
+    assert output.sequences.mismatch_log_ratios.abs().min() > 0.1  # the sampler's log-probabilities are made up
 
 
 @pytest.mark.parametrize(("algorithm", "mismatch_weight"), [("grpo", "token"), ("gspo", "sequence")])
@@ -206,10 +195,10 @@ def test_a_sampler_that_is_off_by_the_same_everywhere_scales_the_gradient(
 ):
     """Where the policy's probability of each token is 1.5 times the sampler's, so is the weight."""
     group = make_group([1, 0, 0, 1])
-    for rollout in group.rollouts:
-        (alone,) = micro_batches([replace(group, rollouts=[rollout])], max_tokens=1000, degenerate_too=True)
+    for datum, completion in zip(training_data([group]), group.completions, strict=True):
+        alone = collate([datum])
         logprobs = policy.token_logprobs(alone)[0][alone.completion_mask] - math.log(1.5)
-        rollout.completion.logprobs[:] = logprobs.tolist()
+        completion.logprobs[:] = logprobs.tolist()
     choices = {"algorithm": algorithm, "old_logprobs": "policy"}
     plain = gradients(policy, [group], **choices)
     weighted = gradients(policy, [group], **choices, mismatch_weight=mismatch_weight)
@@ -253,7 +242,7 @@ def test_one_sequence_that_does_not_fit_into_memory_stops_the_run(policy, make_g
 
 def test_the_policy_can_be_its_former_self_and_the_base_for_a_while(policy, make_group):
     groups = [make_group([1, 0])]
-    (batch,) = micro_batches(groups, max_tokens=1000)
+    batch = one_batch(groups)
     first = policy.token_logprobs(batch)[0]
     with pytest.raises(RuntimeError, match="no update yet"), policy.previous_adapter():
         pass
@@ -277,7 +266,7 @@ def test_the_adapters_size_is_known_before_the_weights_are_loaded(tiny_base, tin
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_weights(policy, make_group):
     before = {name: parameter.clone() for name, parameter in policy.parameters.items()}
     group = make_group([1, 0])
-    group.rollouts[0].completion.logprobs[0] = float("nan")
+    group.completions[0].logprobs[0] = float("nan")
     with pytest.raises(FloatingPointError, match="loss is"):
         update(policy, [group])
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.parameters.items())
@@ -358,21 +347,6 @@ def test_an_adapter_of_another_rank_is_refused(tiny_base, tmp_path):
         Policy(PolicyConfig(base_model=str(tiny_base), lora_rank=8), seed=0).load(tmp_path)
 
 
-def test_nine_tenths_of_a_micro_batch_are_real_on_lengths_like_the_chapters(make_group):
-    """Completions of 2,000 to 3,000 tokens on average, capped at 4,096; prompts of 100 to 300."""
-    generator = torch.Generator().manual_seed(0)
-    for median in (1800, 2600):
-        lengths = (median * torch.randn(64, generator=generator).mul(0.6).exp()).clamp(200, 4096).long().tolist()
-        assert 2000 <= sum(lengths) / 64 <= 3000
-        groups = [
-            make_group([1, 0] * 4, prompt_length=100 + 25 * n, lengths=lengths[8 * n : 8 * n + 8]) for n in range(8)
-        ]
-        for budget in (14_336, 16_384, 32_768, 65_536):
-            batches = even_micro_batches(groups, max_tokens=budget)
-            real = sum(len(g.prompt_ids) + len(r.completion.token_ids) for g in groups for r in g.rollouts)
-            assert real / sum(batch.input_ids.numel() for batch in batches) >= 0.9
-
-
 def test_saving_asks_the_hub_for_nothing(policy, tmp_path, monkeypatch):
     """PEFT would look up the base model there, at every step."""
     asked = []
@@ -381,3 +355,37 @@ def test_saving_asks_the_hub_for_nothing(policy, tmp_path, monkeypatch):
     policy.save(tmp_path)
     policy.state()
     assert not asked
+
+
+def model_with_dropout(kind, folder):
+    """Write a small causal model of another architecture, with dropout, and return its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
+
+    shape: dict[str, Any] = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "bos_token_id": None, "eos_token_id": 1}
+    torch.manual_seed(0)
+    model: Any = {
+        "attention": lambda: LlamaForCausalLM(LlamaConfig(**shape, attention_dropout=0.1)),
+        "hidden": lambda: PhiForCausalLM(PhiConfig(**shape, resid_pdrop=0.1, embd_pdrop=0.1)),
+    }[kind]()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["attention", "hidden"])
+def test_a_model_with_dropout_scores_the_same_twice_and_as_it_samples(kind, tmp_path, make_group, monkeypatch):
+    base = model_with_dropout(kind, tmp_path)
+    batch = one_batch([make_group([1, 0, 0])])
+
+    def scores(policy):
+        assert policy.model.training
+        return [policy.token_logprobs(batch)[0].detach() for _ in range(2)]
+
+    policy = make_policy(base)
+    first, second = scores(policy)
+    assert torch.equal(first, second)
+    policy.model.eval()
+    assert torch.equal(first, policy.token_logprobs(batch)[0])
+    monkeypatch.setattr("engine.model._switch_dropout_off", lambda model: None)
+    first, second = scores(make_policy(base))
+    assert not torch.equal(first, second)

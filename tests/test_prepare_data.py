@@ -14,6 +14,7 @@ import pytest
 import prepare_data
 from data import read_problems
 from prepare_data import PREFIX, SUFFIX, PrepareConfig, prepare
+from record.cli import Command
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -56,7 +57,8 @@ def run(folder, rows, *, dev_size=1, seed=42):
             audit=folder / "audit.json",
             dev_size=dev_size,
             seed=seed,
-        )
+        ),
+        Command(),
     )
     problems = {name: read_problems(folder / "datasets" / f"{name}.jsonl") for name in ("train", "dev", "aime25")}
     return problems, json.loads((folder / "audit.json").read_text())
@@ -212,7 +214,7 @@ def test_the_source_gives_17126_and_50_questions_in_any_order_and_repeated(tmp_p
     files = []
     for path in (raw, tmp_path / "mixed.parquet"):
         output = tmp_path / path.stem
-        prepare(PrepareConfig(raw=path, aime25=SHARED / "aime25.jsonl", output_dir=output))
+        prepare(PrepareConfig(raw=path, aime25=SHARED / "aime25.jsonl", output_dir=output), Command())
         files.append({file.name: file.read_bytes() for file in output.iterdir()})
     assert files[0] == files[1]
     assert {name: content.count(b"\n") for name, content in files[0].items()} == {
@@ -287,10 +289,10 @@ def test_a_good_copy_of_aime25_is_kept_without_a_network_and_a_local_file_replac
     config = {"raw": tmp_path / "raw.parquet", "output_dir": tmp_path / "datasets", "dev_size": 1}
     copy = tmp_path / "datasets" / "aime25.jsonl"
     before = read_problems(copy)
-    prepare(PrepareConfig(**config))
+    prepare(PrepareConfig(**config), Command())
     assert read_problems(copy) == before
     write_aime25(tmp_path / "aime.jsonl", answer="999")
-    prepare(PrepareConfig(**config, aime25=tmp_path / "aime.jsonl"))
+    prepare(PrepareConfig(**config, aime25=tmp_path / "aime.jsonl"), Command())
     assert [p.answer for p in read_problems(copy)].count("999") == 1
 
 
@@ -426,8 +428,9 @@ def test_a_failed_download_of_aime25_keeps_the_good_copy_and_says_what_is_writte
     raw = write_parquet(tmp_path / "raw.parquet", sums(9))
     for remedy in ("cannot be read as parquet", "pass it as --aime25 FILE"):
         failed = run_command("--raw", raw, "--output-dir", output, "--dev-size", 4, "--force-aime25", **environment)
-        assert failed.returncode == 2
+        assert failed.returncode == 1
         assert remedy in failed.stderr
+        assert failed.stderr.endswith("the same command writes every file again\n")
         assert "train.jsonl and dev.jsonl are written, aime25.jsonl is left as it was" in failed.stderr
         assert (output / "aime25.jsonl").read_bytes() == before
         assert len(read_problems(output / "dev.jsonl")) == 4

@@ -4,7 +4,6 @@ What ranks tell each other goes through real gloo groups, between threads where 
 that `torchrun` starts, each with its own vLLM engine, where it is not.
 """
 
-import itertools
 import json
 import os
 import re
@@ -20,13 +19,17 @@ from threading import Lock
 
 import pytest
 import torch
+from made_up import newest_good_checkpoint
 from safetensors.torch import load_file
 from torch.distributed import HashStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 
-from checkpoint import load_state, newest_good_checkpoint, read_rollouts
+from bench.update import take_steps
+from engine.policy import Policy, PolicyConfig
+from engine.ranks import LAUNCHER_VARIABLES, RankError, Ranks
 from loss import LossConfig
-from policy import Policy, PolicyConfig, deal, even_micro_batches
-from ranks import LAUNCHER_VARIABLES, RankError, Ranks
+from record.checkpoint import load_state
+from record.rollouts import read_rollouts
+from record.run import Run
 
 SUITE = Path(__file__).parent.parent
 
@@ -53,18 +56,31 @@ def on_ranks(count, work):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_is_dealt_out_comes_back_in_order(count):
+def test_shards_hold_every_item_once_and_come_back_in_order(count):
     items = list(range(7))
-    shares = on_ranks(count, lambda ranks: ranks.share(items))
-    assert sorted(item for share in shares for item in share) == items
-    assert on_ranks(count, lambda ranks: ranks.gather_shares(ranks.share(items))) == [items] * count
-    assert on_ranks(count, lambda ranks: ranks.gather_shares(ranks.share([]))) == [[]] * count
+    shards = on_ranks(count, lambda ranks: ranks.shard(items))
+    assert sorted(item for shard in shards for item in shard) == items
+    assert on_ranks(count, lambda ranks: ranks.unshard(ranks.shard(items))) == [items] * count
+    assert on_ranks(count, lambda ranks: ranks.unshard(ranks.shard([]))) == [[]] * count
 
 
 def test_values_of_any_size_reach_every_rank():
     values = [{"rank": rank, "text": "x" * 10**rank} for rank in range(3)]
-    assert on_ranks(3, lambda ranks: ranks.gather(values[ranks.rank])) == [values] * 3
+    assert on_ranks(3, lambda ranks: ranks.all_gather(values[ranks.rank])) == [values] * 3
     assert on_ranks(3, lambda ranks: ranks.broadcast(values[ranks.rank])) == [values[0]] * 3
+
+
+def test_ranks_agree_only_where_all_hold_the_same_value():
+    assert on_ranks(3, lambda ranks: ranks.agree("same")) == [True] * 3
+    assert on_ranks(3, lambda ranks: ranks.agree(min(ranks.rank, 1))) == [False] * 3
+    assert Ranks().agree("alone")
+
+
+def test_a_process_that_nobody_launched_is_alone(monkeypatch):
+    for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
+        monkeypatch.delenv(name)
+    ranks = Ranks.init()
+    assert (ranks.rank, ranks.world_size, ranks.is_main, ranks.launcher) == (0, 1, True, "python")
 
 
 def test_sums_are_the_same_to_the_bit_on_every_rank():
@@ -72,7 +88,7 @@ def test_sums_are_the_same_to_the_bit_on_every_rank():
 
     def work(ranks):
         tensors = [parts[ranks.rank][0].clone(), parts[ranks.rank][1:].clone()]
-        ranks.add_up(tensors)
+        ranks.all_reduce(tensors)
         return torch.cat([tensors[0][None], tensors[1]])
 
     first, *others = on_ranks(3, work)
@@ -87,7 +103,7 @@ def test_a_rank_that_has_ended_is_noticed_by_the_others():
         if ranks.rank == 1:
             raise ValueError("its own fault")
         with pytest.raises(RankError, match="another rank has ended"):
-            ranks.gather(None)
+            ranks.all_gather(None)
 
     with pytest.raises(ValueError, match="its own fault"):
         on_ranks(4, work)
@@ -113,20 +129,6 @@ def test_every_rank_of_a_machine_takes_a_gpu_of_its_own(monkeypatch):
         Ranks(rank=1, world_size=4, local_rank=1, local_world_size=4).take_a_gpu()
 
 
-def test_batches_are_dealt_evenly_by_tokens(make_group):
-    """On completion lengths drawn like the chapter's, the busiest of eight ranks has little more than the mean."""
-    lengths = (1800 * torch.randn(64, generator=torch.Generator().manual_seed(0)).mul(0.6).exp()).clamp(200, 4096)
-    rows = lengths.long().view(8, 8).tolist()
-    groups = [make_group([1, 0] * 4, prompt_length=200, lengths=row) for row in rows]
-    for max_tokens, num_ranks in itertools.product((8_192, 16_384, 32_768, 65_536), (1, 2, 3, 4, 8)):
-        batches = even_micro_batches(groups, max_tokens=max_tokens, num_ranks=num_ranks)
-        assert max(batch.input_ids.numel() for batch in batches) <= max_tokens
-        shares = deal(batches, num_ranks)
-        assert sorted(map(id, batches)) == sorted(id(batch) for share in shares for batch in share)
-        loads = [sum(batch.input_ids.numel() for batch in share) for share in shares]
-        assert max(loads) <= 1.15 * sum(loads) / num_ranks
-
-
 @pytest.mark.parametrize("choices", [{}, {"mini_batches": 2, "old_logprobs": "policy"}])
 @pytest.mark.parametrize("num_groups", [4, 1])
 def test_any_number_of_ranks_takes_the_same_step(tiny_base, make_group, choices, num_groups):
@@ -137,7 +139,7 @@ def test_any_number_of_ranks_takes_the_same_step(tiny_base, make_group, choices,
     def work(ranks):
         policy = make_policy(tiny_base, ranks, learning_rate=1e-3)  # not even the same start
         policy.restore(ranks.broadcast(policy.state()))
-        updates = [policy.update(groups, LossConfig(**choices), max_tokens=32) for _ in range(2)]
+        updates = [take_steps(policy, groups, LossConfig(**choices), max_tokens=32) for _ in range(2)]
         state = policy.state()
         return updates, state["adapter_model"] | state["optimizer"]
 
@@ -146,17 +148,21 @@ def test_any_number_of_ranks_takes_the_same_step(tiny_base, make_group, choices,
         for updates, also_learnt in on_ranks(count, work):
             assert [name for name, tensor in learnt.items() if not torch.equal(also_learnt[name], tensor)] == []
             for found, one in zip(updates, expected, strict=True):
-                assert [len(step.advantages) for step in found] == [len(step.advantages) for step in one]
+                assert [len(step.sequences.advantages) for step in found] == [
+                    len(step.sequences.advantages) for step in one
+                ]
                 for step, reference in zip(found, one, strict=True):
                     assert step.loss == pytest.approx(reference.loss, abs=1e-7)  # of terms that nearly cancel
                     assert step.grad_norm == pytest.approx(reference.grad_norm, rel=1e-9)
-                    assert sorted(step.token_gaps.tolist()) == sorted(reference.token_gaps.tolist())
+                    assert step.padding_fraction == reference.padding_fraction
+                    mismatches, expected_mismatches = step.sequences.mismatches, reference.sequences.mismatches
+                    assert sorted(mismatches.tolist()) == sorted(expected_mismatches.tolist())
 
 
 def test_a_step_that_teaches_nothing_is_skipped_by_all(tiny_base, make_group):
     def work(ranks):
         policy = make_policy(tiny_base, ranks)
-        return policy.update([make_group([1, 1]), make_group([0, 0])], LossConfig(), max_tokens=32)
+        return take_steps(policy, [make_group([1, 1]), make_group([0, 0])], LossConfig(), max_tokens=32)
 
     assert on_ranks(2, work) == [[], []]
 
@@ -188,8 +194,9 @@ def launch(num_ranks, folder, script, *arguments):
 
 def trained(folder, steps=3):
     """Return the groups of each step, and the adapter at the end, of the run in `folder`."""
-    rollouts = [read_rollouts(folder / f"runs/t/rollouts/step-{step:06d}.parquet") for step in range(1, steps + 1)]
-    return rollouts, load_file(folder / f"runs/t/checkpoints/step-{steps:06d}/adapter_model.safetensors")
+    run = Run(folder / "runs/t")
+    rollouts = [read_rollouts(run.rollouts[step]) for step in range(1, steps + 1)]
+    return rollouts, load_file(run.checkpoints[steps] / "adapter_model.safetensors")
 
 
 def launch_nodes(folders, script, *arguments):
@@ -225,7 +232,7 @@ def on_one_and_two_ranks(tmp_path_factory, tiny_base, tiny_problems, paid_train)
 
 def _first_tokens(groups):
     """Return the first token of each completion, which its seed decides, and its log-probability."""
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    completions = [completion for group in groups for completion in group.completions]
     return [(completion.token_ids[0], completion.logprobs[0]) for completion in completions]
 
 
@@ -238,9 +245,10 @@ def assert_the_same_experiment(one, other):
     for groups, other_groups in zip(rollouts, other_rollouts, strict=True):
         assert [group.problem for group in groups] == [group.problem for group in other_groups]
         for group, other_group in zip(groups, other_groups, strict=True):
-            for rollout, other_rollout in zip(group.rollouts, other_group.rollouts, strict=True):
-                assert rollout.completion.token_ids == other_rollout.completion.token_ids
-                assert rollout.score == other_rollout.score
+            assert group.scores == other_group.scores
+            assert group.policy_version == other_group.policy_version
+            for completion, other_completion in zip(group.completions, other_group.completions, strict=True):
+                assert completion.token_ids == other_completion.token_ids
     for name, weight in adapter.items():
         torch.testing.assert_close(other_adapter[name], weight, rtol=0, atol=1e-6)
     assert max(float(weight.abs().max()) for name, weight in adapter.items() if ".lora_B." in name) > 1e-3
@@ -294,15 +302,16 @@ def faulty_train(tmp_path):
 import os, signal, sys
 sys.path.insert(0, {str(SUITE)!r})
 rank = os.environ["RANK"]
-import check, train
-gate = check.Gate.check
+import train
+from engine.gate import CheckError, Gate
+gate = Gate.check
 calls = []
-def faulty(self, groups):
+def faulty(self, data):
     calls.append(1)
     if rank == "1" and len(calls) == 2:
         {fault}
-    return gate(self, groups)
-check.Gate.check = faulty
+    return gate(self, data)
+Gate.check = faulty
 if __name__ == "__main__":
     train.main()
 """)
@@ -315,7 +324,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("fault", "last_words"),
     [
-        ('raise check.CheckError("rank 1 went wrong on purpose")', "error: rank 1 went wrong on purpose"),
+        ('raise CheckError("rank 1 went wrong on purpose")', "error: rank 1 went wrong on purpose"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9"),
     ],
 )

@@ -5,19 +5,12 @@ import math
 
 import pytest
 
-from data import Problem
+from data import Completion, Problem, sampling_seed
+from engine.hub import load_tokenizer, model_folder
+from engine.sampler import SamplingConfig
+from loss import group_advantages
 from reward import Grader
-from rollout import (
-    Completion,
-    SamplingConfig,
-    collect_groups,
-    encode_prompt,
-    fitting_problems,
-    group_advantages,
-    load_tokenizer,
-    model_folder,
-    sampling_seed,
-)
+from rollout import collect_groups, encode_prompt, fitting_problems
 from tiny import sums
 
 
@@ -62,10 +55,11 @@ def test_questions_whose_prompt_is_too_long_are_left_out(tokenizer):
 
 
 def test_groups_come_in_the_problems_order_however_the_sampler_finishes(tokenizer):
-    problems, texts = sums(seed=0)[:3], {}
+    problems, texts, numbers = sums(seed=0)[:3], {}, (1, 4, 7)  # as on one of three ranks
 
     def sample(prompts, config, seeds):
         assert all(len(row) == config.group_size for row in seeds)
+        assert seeds == [[sampling_seed(0, "train", 8, number, member) for member in (0, 1)] for number in numbers]
         for index in (2, 0, 1):
             texts[index] = [rf"\boxed{{{problems[index].answer}}}", "no box"]
             yield index, [completion(text) for text in texts[index]]
@@ -75,12 +69,46 @@ def test_groups_come_in_the_problems_order_however_the_sampler_finishes(tokenize
 
     with Grader() as grader:
         groups = collect_groups(
-            sample, grader, tokenizer, problems, SamplingConfig(group_size=2), seed=0, step=1, policy_version=7
+            sample,
+            grader,
+            tokenizer,
+            list(zip(numbers, problems, strict=True)),
+            SamplingConfig(group_size=2),
+            seed=0,
+            step=8,
         )
     assert [group.problem for group in groups] == problems
     assert all(group.policy_version == 7 and not group.degenerate for group in groups)
-    assert [rollout.score.verdict for rollout in groups[0].rollouts] == ["correct", "no_box"]
-    assert [rollout.advantage for rollout in groups[0].rollouts] == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    for index, group in enumerate(groups):
+        assert [completion.text for completion in group.completions] == texts[index]
+        assert group.prompt_ids == encode_prompt(tokenizer, problems[index].question)
+    assert [score.verdict for score in groups[0].scores] == ["correct", "no_box"]
+    assert groups[0].advantages == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_without_the_division_an_advantage_is_the_distance_from_the_mean(tokenizer):
+    def sample(prompts, config, seeds):
+        answers = (sums(seed=0)[0].answer, "none", "none", "none")
+        yield (
+            0,
+            [
+                Completion(token_ids=[1], logprobs=[-0.1], text=rf"\boxed{{{answer}}}", finish_reason="stop")
+                for answer in answers
+            ],
+        )
+
+    with Grader() as grader:
+        (group,) = collect_groups(
+            sample,
+            grader,
+            tokenizer,
+            [(0, sums(seed=0)[0])],
+            SamplingConfig(group_size=4),
+            seed=0,
+            step=1,
+            divide_by_std=False,
+        )
+    assert group.advantages == pytest.approx([0.75, -0.25, -0.25, -0.25])
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from bench.gpu import SHAPES
-from plan import CARDS_GB, bytes_on_disk, describe, model_needs, plan_for
-from policy import PolicyConfig
-from rollout import SamplingConfig
+from engine.memory import CARDS_GB, bytes_on_disk, describe, model_needs, plan_for
+from engine.policy import PolicyConfig
+from engine.sampler import SamplingConfig
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,23 @@ def test_models_without_recurrent_layers_have_a_plan_too(tmp_path):
     needs = model_needs(PolicyConfig(base_model=str(tmp_path), lora_rank=8))
     assert needs.sequence_states == 0
     assert needs.token_cache == 2 * 2 * 32 * 2
-    assert bytes_on_disk(needs, num_checkpoints=5, num_rollout_tokens=10) == (
-        6 * 16 * needs.num_adapter_parameters + 200
-    )
+
+
+def test_bytes_on_disk_are_those_worked_by_hand():
+    settings = {
+        "max_steps": 10, "save_every": 2, "keep_checkpoints": None, "groups_per_step": 3, "save_rollouts": "all",
+        "sampling": {"group_size": 4, "max_tokens": 5},
+    }  # fmt: skip
+    token = 4 + 8 + 8  # id, log-probability, text
+
+    def num_bytes(after_step=0, **changes):
+        return bytes_on_disk(settings | changes, 1000, after_step=after_step)
+
+    assert num_bytes() == 6 * 16_000 + 10 * 60 * token  # five checkpoints, and one more for a moment
+    assert num_bytes(after_step=7) == 3 * 16_000 + 3 * 60 * token
+    assert num_bytes(after_step=10) == num_bytes(after_step=12) == 16_000
+    assert num_bytes(save_every=4) == 4 * 16_000 + 10 * 60 * token  # the last step is saved too
+    assert num_bytes(save_every=0) == 2 * 16_000 + 10 * 60 * token
+    assert num_bytes(keep_checkpoints=2) == 3 * 16_000 + 10 * 60 * token
+    assert num_bytes(keep_checkpoints=7) == num_bytes()
+    assert num_bytes(save_rollouts="none") == 6 * 16_000

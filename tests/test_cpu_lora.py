@@ -5,7 +5,7 @@ import torch
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from vllm_cpu_lora import OneAdapterPunica
+from engine.cpu_lora import OneAdapterPunica
 
 
 def results_of_both(add, y, *, num_tokens, is_prefill):

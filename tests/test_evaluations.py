@@ -7,11 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from made_up import seeded_evaluation, write_evaluations
 from numpy.testing import assert_allclose
 
-from estimates import wilson_interval
-from report import PUBLISHED, Published
-from results import (
+from engine.sampler import SamplingConfig
+from stats.estimates import wilson_interval
+from stats.evaluations import (
     EvalHeader,
     Evaluation,
     Generation,
@@ -19,9 +20,10 @@ from results import (
     format_table,
     majority_credit,
     read_evaluation,
+    read_evaluations,
     summarise,
 )
-from rollout import SamplingConfig
+from stats.published import PUBLISHED, Published
 
 PRINTED = {
     "base": ("41.11", "56.67", "46.67", "6489.8"),
@@ -154,7 +156,7 @@ def test_a_summary_of_nothing_is_refused():
         summarise(Evaluation(header=header(3, 2), problems=()))
 
 
-def write(path: Path, of: Evaluation) -> Path:
+def write_one(path: Path, of: Evaluation) -> Path:
     path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in (of.header, *of.problems)))
     return path
 
@@ -162,12 +164,12 @@ def write(path: Path, of: Evaluation) -> Path:
 def test_an_evaluation_reads_back_in_the_order_of_the_data_set(tmp_path: Path):
     whole = evaluation([RIGHT], [generation("8")], [generation(None)])
     shuffled = replace(whole, problems=(whole.problems[2], whole.problems[0], whole.problems[1]))
-    assert read_evaluation(write(tmp_path / "e.jsonl", shuffled)) == whole
+    assert read_evaluation(write_one(tmp_path / "e.jsonl", shuffled)) == whole
 
 
 def test_a_half_written_last_line_is_a_problem_that_is_missing(tmp_path: Path):
     whole = evaluation([RIGHT], [generation("8")])
-    path = write(tmp_path / "e.jsonl", whole)
+    path = write_one(tmp_path / "e.jsonl", whole)
     path.write_bytes(path.read_bytes()[:-5])
     read = read_evaluation(path)
     assert read.problems == whole.problems[:1]
@@ -177,7 +179,7 @@ def test_a_half_written_last_line_is_a_problem_that_is_missing(tmp_path: Path):
 def test_texts_with_any_character_read_back_equal(tmp_path: Path):
     odd = "a\u2028b\x0cc\x85d\ud83e \\boxed{\u0663} 你好"
     whole = evaluation([replace(RIGHT, text=odd, answer="9" * 5000)])
-    assert read_evaluation(write(tmp_path / "e.jsonl", whole)) == whole
+    assert read_evaluation(write_one(tmp_path / "e.jsonl", whole)) == whole
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_texts_with_any_character_read_back_equal(tmp_path: Path):
     ],
 )
 def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, damage, message: str):
-    path = write(tmp_path / "e.jsonl", evaluation([RIGHT, RIGHT], [RIGHT, RIGHT]))
+    path = write_one(tmp_path / "e.jsonl", evaluation([RIGHT, RIGHT], [RIGHT, RIGHT]))
     path.write_text("".join(line + "\n" for line in damage(path.read_text().split("\n")[:-1])))
     with pytest.raises(ValueError, match=f"e.jsonl, {message}" if message.startswith("line") else message):
         read_evaluation(path)
@@ -211,3 +213,47 @@ def test_the_table_has_every_number_and_its_interval():
     assert heads.split() == ["Average@2", "Pass@2", "Format", "cut", "off", "mean", "tokens", "correct", "passed"]
     assert numbers.split() == ["base", "50.00%", "50.00%", "75.00%", "25.00%", "7.0", "2/4", "1/2"]
     assert len(intervals.split()) == 5
+
+
+def test_the_base_comes_first_even_before_an_adapter_that_does_not_say_its_step(tmp_path: Path):
+    foreign = replace(seeded_evaluation(0), header=replace(seeded_evaluation(0).header, label="adapter"))
+    write_evaluations(
+        tmp_path, seeded_evaluation(20), foreign, seeded_evaluation(0, repeat=2), seeded_evaluation(0)
+    )
+    names = [e.header.name for e in read_evaluations(tmp_path)]
+    assert names == ["base", "base, run 2", "adapter", "step 20"]
+
+
+def test_an_evaluation_that_is_still_going_is_left_out_and_named(tmp_path: Path, capsys):
+    going = seeded_evaluation(20)
+    write_evaluations(tmp_path, seeded_evaluation(0), replace(going, problems=going.problems[:2]))
+    assert [e.header.name for e in read_evaluations(tmp_path)] == ["base"]
+    assert "step-000020-1.jsonl has 2 of 6 problems so far" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (seeded_evaluation(20, n=3), "completions a problem 4 against 3"),
+        (seeded_evaluation(20, num_problems=5), r"problems sums.jsonl \(6\) against sums.jsonl \(5\)"),
+        (
+            replace(seeded_evaluation(20), header=replace(seeded_evaluation(20).header, dataset_sha256="e")),
+            "texts of the problems d against e",
+        ),
+        (
+            replace(seeded_evaluation(20), header=replace(seeded_evaluation(20).header, base_fingerprint="g")),
+            "base model",
+        ),
+        (
+            replace(
+                seeded_evaluation(20),
+                header=replace(seeded_evaluation(20).header, sampling=SamplingConfig(group_size=4, top_p=0.9)),
+            ),
+            "sampling settings",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, other: Evaluation, named: str):
+    write_evaluations(tmp_path, seeded_evaluation(0), other)
+    with pytest.raises(ValueError, match=f"cannot be compared: {named}"):
+        read_evaluations(tmp_path)
