@@ -22,13 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from check import delta_kernel, delta_kernel_errors
-from data import Problem
-from loss import LossConfig
-from plan import model_needs, plan_for
-from policy import Policy, PolicyConfig, delta_layers
-from reward import Score
-from rollout import Completion, Group, Rollout, SamplingConfig, group_advantages
+from bench.update import take_steps
+from data import Completion, Group, Problem, Score, training_data
+from engine.delta_rule import delta_kernel, delta_kernel_errors
+from engine.memory import model_needs, plan_for
+from engine.model import delta_layers
+from engine.policy import Policy, PolicyConfig
+from engine.process import prepare_process
+from engine.sampler import SamplingConfig
+from loss import LossConfig, group_advantages
 from tiny import build_tokenizer
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bfloat16
@@ -107,16 +109,9 @@ def rollout_like_the_chapters(max_tokens: int, *, prompt_tokens: int) -> list[Gr
             Group(
                 problem=Problem(id=str(number), question="?", answer="0"),
                 prompt_ids=[rng.randrange(3, 300) for _ in range(prompt_tokens)],
-                rollouts=[
-                    Rollout(
-                        completion=completion,
-                        score=Score(reward=reward, answer=None, verdict="no_box"),
-                        advantage=advantage,
-                    )
-                    for completion, reward, advantage in zip(
-                        completions, rewards, group_advantages(rewards), strict=True
-                    )
-                ],
+                completions=completions,
+                scores=[Score(reward=reward, answer=None, verdict="no_box") for reward in rewards],
+                advantages=group_advantages(rewards),
                 policy_version=0,
             )
         )
@@ -129,6 +124,7 @@ def main(output: Path | None = None) -> None:
     Args:
         output: also write the numbers to this file, as JSON.
     """
+    prepare_process()
     on_gpu = torch.cuda.is_available()
     shape, max_tokens, prompt_tokens = ("Qwen3.5-4B", 4096, 200) if on_gpu else ("tiny", 128, 16)
     sampling = SamplingConfig(max_tokens=max_tokens, max_prompt_tokens=2048 if on_gpu else 64)
@@ -150,12 +146,12 @@ def main(output: Path | None = None) -> None:
     errors = delta_kernel_errors(delta_kernel(layer), layer, policy.device)
     found |= {f"delta rule, error of {name}": error for name, error in errors.items()}
     groups = rollout_like_the_chapters(max_tokens, prompt_tokens=prompt_tokens)
-    tokens = sum(prompt_tokens + len(r.completion.token_ids) for group in groups for r in group.rollouts)
+    tokens = sum(len(datum.token_ids) for datum in training_data(groups, degenerate=True))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     for name in ("first update", "second update"):
         started = time.perf_counter()
-        (result,) = policy.update(groups, LossConfig(), max_tokens=max_tokens)
+        (step,) = take_steps(policy, groups, LossConfig(), max_tokens=max_tokens)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
@@ -167,7 +163,7 @@ def main(output: Path | None = None) -> None:
     found |= {
         "sequences": 64,
         "tokens": tokens,
-        "padding": result.padding_fraction,
+        "padding": step.padding_fraction,
         "tokens a second": tokens / seconds,
         "share of peak FLOPs": flops / seconds / peak if peak else None,
         "peak memory, GB": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,

@@ -137,7 +137,7 @@ def main(kills: int = 20, steps: int = 40, seed: int = 0) -> None:
         expected, found = what_it_left(runs / "whole"), what_it_left(runs / "killed")
         differing = [name for name in expected | found if expected.get(name) != found.get(name)]
         total = time.monotonic() - started - undisturbed
-        updates = sum(line["gspo/optimizer_steps"] for line in expected["metrics.jsonl"])
+        updates = sum(line["update/optimizer_steps"] for line in expected["metrics.jsonl"])
     if differing:
         sys.exit(f"after {kills} kills these differ from the undisturbed run: {', '.join(differing)}")
     print(

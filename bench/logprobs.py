@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 import tyro
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # not this folder, where `logprobs` is this file
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from logprobs import head_logprobs  # noqa: E402
+from engine.logprobs import head_logprobs
 
 Kind = Literal["full logits", "in chunks"]
 HIDDEN, WORDS, ROUNDS = 256, 248_320, 3

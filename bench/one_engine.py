@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from results import read_evaluation  # noqa: E402
+from stats.evaluations import read_evaluation  # noqa: E402
 
 
 def timed(*flags: object) -> tuple[float, float]:

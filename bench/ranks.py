@@ -21,22 +21,23 @@ SUITE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SUITE))
 
 from bench.gpu import build, rollout_like_the_chapters  # noqa: E402
+from bench.update import take_steps  # noqa: E402
+from engine.policy import Policy, PolicyConfig  # noqa: E402
+from engine.ranks import Ranks  # noqa: E402
 from loss import LossConfig  # noqa: E402
-from policy import Policy, PolicyConfig  # noqa: E402
-from ranks import Ranks  # noqa: E402
 
 
 def work(base: Path, output: Path) -> None:
     """Be one rank; rank 0 writes what it found to `output`, and the gradient beside it."""
     from safetensors.torch import save_file
 
-    with Ranks.join() as ranks:
+    with Ranks.init() as ranks:
         policy = Policy(PolicyConfig(base_model=str(base), gradient_checkpointing=False), seed=0, ranks=ranks)
         groups = rollout_like_the_chapters(64, prompt_tokens=16)
-        ranks.gather(None)
+        ranks.all_gather(None)
         before, started = _loopback_bytes(), time.perf_counter()
-        policy.update(groups, LossConfig(), max_tokens=64)
-        ranks.gather(None)
+        take_steps(policy, groups, LossConfig(), max_tokens=64)
+        ranks.all_gather(None)
         found = {
             "seconds": time.perf_counter() - started,
             "sent": _loopback_bytes() - before,

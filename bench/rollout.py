@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # not this folder, where `rollout` is this file
 
-from rollout import Completion  # noqa: E402
+from data import Completion  # noqa: E402
 from tiny import build_tokenizer  # noqa: E402
 
 NUM_COMPLETIONS, NUM_TOKENS, NUM_ROUNDS = 64, 4096, 5

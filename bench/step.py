@@ -132,10 +132,11 @@ def run_ours() -> None:
     """Run train.py on the remaining arguments, paid in turn."""
     import reward
     import train
+    from data import Score
 
     score_many = reward.Grader.score_many
 
-    def in_turn(self: reward.Grader, pairs: Any) -> list[reward.Score]:
+    def in_turn(self: reward.Grader, pairs: Any, *, prompt: str = "") -> list[Score]:
         return [replace(score, reward=float(n % 2)) for n, score in enumerate(score_many(self, pairs))]
 
     reward.Grader.score_many = in_turn
