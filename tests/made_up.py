@@ -89,6 +89,7 @@ def write_metrics(run: Path, num_steps: int) -> Path:
                 "gspo/train_sequences": 0 if step == 2 else 48,
                 "gspo/normalization_sequences": 64,
                 "gspo/skipped": step == 2,
+                "update/token_clip_fraction": None if step == 2 else 0.12,
             }
         )
         for step in range(1, num_steps + 1)

@@ -308,7 +308,7 @@ def test_a_reference_that_nothing_equals_is_refused_and_others_need_not_be_integ
     refused = refusal(capsys, *FLAGS)
     assert "sums.jsonl cannot be graded" in refused
     assert "row 1, id p: no answer can match the reference" in refused
-    with pytest.raises(ValueError, match=r"sums\.jsonl, problem 'p'"):
+    with pytest.raises(ValueError, match="id p: no answer can match"):
         evaluate(settings(), sampler=as_sampler(StandIn()))
 
 
