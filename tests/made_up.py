@@ -43,6 +43,13 @@ def seeded_evaluation(
                 )
             )
         results.append(ProblemResult(id=f"p{i}", reference="7", generations=tuple(generations)))
+    sampling = SamplingConfig(group_size=n)
+    return _evaluation(step, repeat, results, base_model="some/model", dataset="sums.jsonl", sampling=sampling)
+
+
+def _evaluation(
+    step: int, repeat: int, results: list[ProblemResult], *, base_model: str, dataset: str, sampling: SamplingConfig
+) -> Evaluation:
     header = EvalHeader(
         suite_version="0.1.0",
         engine="vllm 1",
@@ -50,15 +57,15 @@ def seeded_evaluation(
         step=step,
         repeat=repeat,
         seed=42,
-        base_model="some/model",
+        base_model=base_model,
         revision=None,
         base_fingerprint="f",
         adapter_sha256=None,
-        dataset="sums.jsonl",
+        dataset=dataset,
         dataset_sha256="d",
         problem_ids=tuple(result.id for result in results),
         problems_per_block=5,
-        sampling=SamplingConfig(group_size=n),
+        sampling=sampling,
     )
     return Evaluation(header=header, problems=tuple(results))
 
@@ -117,24 +124,10 @@ def chapter_evaluation(
             for j in range(12)
         )
         results.append(ProblemResult(id=f"p{i}", reference="7", generations=generations))
-    header = EvalHeader(
-        suite_version="0.1.0",
-        engine="vllm 1",
-        label=f"step-{step:06d}" if step else "base",
-        step=step,
-        repeat=repeat,
-        seed=42,
-        base_model="Qwen/Qwen3.5-4B",
-        revision=None,
-        base_fingerprint="f",
-        adapter_sha256=None,
-        dataset="aime25.jsonl",
-        dataset_sha256="d",
-        problem_ids=tuple(result.id for result in results),
-        problems_per_block=5,
-        sampling=SamplingConfig(group_size=12, max_tokens=8192),
+    sampling = SamplingConfig(group_size=12, max_tokens=8192)
+    return _evaluation(
+        step, repeat, results, base_model="Qwen/Qwen3.5-4B", dataset="aime25.jsonl", sampling=sampling
     )
-    return Evaluation(header=header, problems=tuple(results))
 
 
 BASE_RIGHTS = [0] * 10 + [3] * 5 + [6] * 5 + [9] * 5 + [12] * 5
