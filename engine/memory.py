@@ -14,7 +14,7 @@ from data import Datum
 from engine.batches import collate
 from engine.gate import CheckError
 from engine.model import adapted_layers, delta_layers
-from engine.policy import CHECKPOINT_BYTES, CPU_MICRO_BATCH_TOKENS, Policy, PolicyConfig
+from engine.policy import CPU_MICRO_BATCH_TOKENS, Policy, PolicyConfig
 from engine.sampler import Sampler, SamplingConfig
 from loss import LossFunction
 
@@ -56,17 +56,6 @@ class Needs:
     def sampler(self, num_sequences: int, length: int) -> float:
         """Return what the sampler holds for so many sequences of `length` tokens at once."""
         return self.base_weights + ENGINE_BYTES + num_sequences * (self.sequence_states + length * self.token_cache)
-
-
-def bytes_on_disk(settings: dict[str, Any], num_adapter_parameters: int, *, after_step: int) -> int:
-    """Return the most that the remaining steps write: rollouts, and checkpoints, for a moment one more."""
-    steps = max(0, settings["max_steps"] - after_step)
-    num_checkpoints = -(-steps // (settings["save_every"] or settings["max_steps"]))
-    num_checkpoints = min(num_checkpoints, settings["keep_checkpoints"] or num_checkpoints)
-    sampling = settings["sampling"]
-    num_tokens = steps * settings["groups_per_step"] * sampling["group_size"] * sampling["max_tokens"]
-    token = 4 + 8 + 8 if settings["save_rollouts"] == "all" else 0  # its id, log-probability and text
-    return (num_checkpoints + 1) * CHECKPOINT_BYTES * num_adapter_parameters + num_tokens * token
 
 
 def model_needs(config: PolicyConfig) -> Needs:

@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from engine.policy import CHECKPOINT_BYTES
 
 
 class DiskError(OSError):
@@ -25,6 +28,17 @@ def writing(path: Path, *, num_bytes: int | None = None) -> Iterator[None]:
         needed = f" It needs about {num_bytes / 1e6:.3g} MB." if num_bytes else ""
         free = shutil.disk_usage(_existing(path)).free
         raise DiskError(f"{path} cannot be written ({error}).{needed} {free / 1e6:.6g} MB are free.") from error
+
+
+def bytes_on_disk(settings: dict[str, Any], num_adapter_parameters: int, *, after_step: int) -> int:
+    """Return the most that the remaining steps write: rollouts, and checkpoints, for a moment one more."""
+    steps = max(0, settings["max_steps"] - after_step)
+    num_checkpoints = -(-steps // (settings["save_every"] or settings["max_steps"]))
+    num_checkpoints = min(num_checkpoints, settings["keep_checkpoints"] or num_checkpoints)
+    sampling = settings["sampling"]
+    num_tokens = steps * settings["groups_per_step"] * sampling["group_size"] * sampling["max_tokens"]
+    token = 4 + 8 + 8 if settings["save_rollouts"] == "all" else 0  # its id, log-probability and text
+    return (num_checkpoints + 1) * CHECKPOINT_BYTES * num_adapter_parameters + num_tokens * token
 
 
 def require_space(folder: Path, num_bytes: int) -> None:

@@ -22,9 +22,8 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from data import write_whole
-from engine.memory import bytes_on_disk
 from record.checkpoint import TrainState, delete_checkpoint, load_state, publish_checkpoint, read_state
-from record.disk import require_space, writing
+from record.disk import bytes_on_disk, require_space, writing
 
 FORMAT = 2
 """Of config.json and metrics.jsonl; runs of another format are neither resumed nor compared."""

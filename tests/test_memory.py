@@ -5,9 +5,10 @@ import json
 import pytest
 
 from bench.gpu import SHAPES
-from engine.memory import CARDS_GB, bytes_on_disk, describe, model_needs, plan_for
+from engine.memory import CARDS_GB, describe, model_needs, plan_for
 from engine.policy import PolicyConfig
 from engine.sampler import SamplingConfig
+from record.disk import bytes_on_disk
 
 
 @pytest.fixture(scope="module")
